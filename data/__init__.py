@@ -1,0 +1,1 @@
+"""Bundled inputs, committed records and the claims ledger, importable as `depthlab.bundles`."""

@@ -1,0 +1,1 @@
+"""Gated benchmarks of the kernels; each writes a record."""

@@ -1,0 +1,1 @@
+"""Mixing and pooling of Multi-Gate Residuals: reference, kernels and public functions."""

@@ -1,0 +1,29 @@
+"""depthlab: what happens to a signal on its way through depth.
+
+Sub-packages load on first use, so `import depthlab as dl; dl.theory.gate_bias(...)` works and importing stays fast.
+"""
+
+import importlib
+from typing import Any
+
+from depthlab.checks import CheckFailed, check
+
+__version__ = "0.1.0"
+__all__ = ["CheckFailed", "__version__", "check", "start"]
+
+_SUBMODULES = frozenset(
+    {"claims", "continuity", "data", "diagnostics", "kernels", "lm", "looped", "nbtools", "plots", "residuals", "runs",
+     "theory"}
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "start":
+        return importlib.import_module("depthlab.nbtools").start
+    if name in _SUBMODULES:
+        return importlib.import_module(f"depthlab.{name}")
+    raise AttributeError(f"module 'depthlab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | _SUBMODULES | {"start"})

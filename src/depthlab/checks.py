@@ -1,0 +1,75 @@
+"""`check`: the verdict line of a notebook.
+
+A trained number does not survive a change of CPU, so a notebook never compares one. It states what must hold of the
+number, and prints a line that is the same on every machine.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "in": lambda value, bound: bound[0] <= value <= bound[1],
+}
+
+
+class CheckFailed(AssertionError):
+    """A stated relation does not hold; the message shows the value."""
+
+
+def check(name: str, value: float, relation: str, bound: float | tuple[float, float]) -> None:
+    """Print ``PASS  <name>`` if `value` stands in `relation` to `bound`; raise otherwise.
+
+    Args:
+        name: what is being claimed, in words a reader understands.
+        value: one number (also a one-element tensor or array). NaN holds no relation, so it fails.
+        relation: ``<  <=  >  >=  ==  in``; ``in`` takes a closed interval.
+        bound: a number, or ``(low, high)`` for ``in``.
+
+    Raises:
+        CheckFailed: the relation does not hold; only this message shows the value.
+        ValueError: unknown relation, a bound that is NaN, or an interval that is empty or not a pair.
+        TypeError: `value` or `bound` is not a real number.
+    """
+    if relation not in _RELATIONS:
+        raise ValueError(f"check({name!r}) got relation {relation!r}; use one of {', '.join(_RELATIONS)}.")
+    number = _as_number(name, "value", value)
+    limit = _as_interval(name, bound) if relation == "in" else _as_number(name, "bound", bound)
+    if relation != "in" and math.isnan(limit):
+        raise ValueError(f"check({name!r}) got the bound nan, which nothing satisfies; give a number.")
+    if not _RELATIONS[relation](number, limit):
+        raise CheckFailed(f"{name}: expected {relation} {_show(limit)}, got {_show(number)}.")
+    print(f"PASS  {name}")
+
+
+def _as_number(name: str, role: str, x: Any) -> float:
+    """One real number; integers keep their exactness, one-element tensors and arrays are unwrapped."""
+    if callable(getattr(x, "item", None)):
+        try:
+            x = x.item()
+        except (ValueError, RuntimeError):
+            raise TypeError(f"check({name!r}) got a {role} with more than one element; reduce it first.") from None
+    if isinstance(x, int | float):
+        return x
+    raise TypeError(f"check({name!r}) got a {role} of type {type(x).__name__}; give one real number.")
+
+
+def _as_interval(name: str, bound: Any) -> tuple[float, float]:
+    if not isinstance(bound, tuple | list) or len(bound) != 2:
+        raise ValueError(f"check({name!r}) with 'in' got the bound {bound!r}; give (low, high).")
+    low, high = (_as_number(name, "bound", b) for b in bound)
+    if not low <= high:
+        raise ValueError(f"check({name!r}) with 'in' got ({low}, {high}), which holds no number; give low <= high.")
+    return low, high
+
+
+def _show(x: float | tuple[float, float]) -> str:
+    if isinstance(x, tuple):
+        return f"[{_show(x[0])}, {_show(x[1])}]"
+    return str(x) if isinstance(x, int) else f"{x:.6g}"
