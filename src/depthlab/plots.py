@@ -62,7 +62,7 @@ def lines(
 def seed_band(
     ax: Axes, x: Sequence[float], values: np.ndarray, label: str, color: str = COLORS[0]
 ) -> tuple[Line2D, PolyCollection]:
-    """Draw the mean over seeds with its min-max range; `values` is [seeds, points]. Call `finish` when all are drawn."""
+    """Draw the mean over seeds with its min-max range; `values`: [seeds, points]. Call `finish` after the last."""
     values = np.atleast_2d(np.asarray(values, dtype=float))
     band = ax.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
     (line,) = ax.plot(x, values.mean(0), color=color, gid=_DRAWN, label=label)
