@@ -1,0 +1,26 @@
+"""Notebooks: start a session, execute, check and normalise them, describe them, cut exercises out of them.
+
+Reading needs only the standard library; executing needs the extra ``depthlab[notebooks]``, checking ``depthlab[dev]``.
+"""
+
+from depthlab.nbtools.document import find, normalise, read, write
+from depthlab.nbtools.execute import KERNEL_ENV, check, run
+from depthlab.nbtools.headers import Header, header, readme_table, sync_colab, write_readme_table
+from depthlab.nbtools.session import Start, start
+
+__all__ = [
+    "KERNEL_ENV",
+    "Header",
+    "Start",
+    "check",
+    "find",
+    "header",
+    "normalise",
+    "read",
+    "readme_table",
+    "run",
+    "start",
+    "sync_colab",
+    "write",
+    "write_readme_table",
+]
