@@ -1,0 +1,87 @@
+"""Bytes that are checked before anyone sees them: bundled files, checksum lists, our cache directory."""
+
+import bz2
+import hashlib
+import os
+import re
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9._-]+)")
+
+
+class DataError(ValueError):
+    """Data that is missing, damaged or out of reach; the message is one sentence with the remedy."""
+
+
+def sha256(content: bytes | bytearray) -> str:
+    """Hexadecimal SHA-256 of `content`."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def parse_sums(text: str) -> dict[str, str]:
+    """File name -> SHA-256 from the lines of a ``SHA256SUMS`` file (the format of ``sha256sum``).
+
+    Raises:
+        ValueError: a line of another form, a name listed twice, or no line at all.
+    """
+    sums: dict[str, str] = {}
+    for line in text.splitlines():
+        match = _SUM_LINE.fullmatch(line)
+        if match is None or match[2] in sums:
+            raise ValueError(f"bad line {line!r}")
+        sums[match[2]] = match[1]
+    if not sums:
+        raise ValueError("no line")
+    return sums
+
+
+def bundle(folder: str, name: str) -> bytes:
+    """Decompressed content of the bundled file ``data/<folder>/<name>.bz2``.
+
+    The compressed bytes are compared with ``SHA256SUMS`` beside them before anything is decompressed.
+
+    Raises:
+        DataError: the file or its checksum is missing, or they do not agree.
+    """
+    place = files("depthlab.bundles") / folder
+    packed = f"{name}.bz2"
+    remedy = "restore it with `git checkout data` or reinstall depthlab"
+    try:
+        # Not read_text: its universal newlines would hide a changed line end.
+        sums = parse_sums((place / "SHA256SUMS").read_bytes().decode("ascii"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"The checksum list {place / 'SHA256SUMS'} cannot be used ({_short(error)}); {remedy}."
+        ) from None
+    if packed not in sums:
+        raise DataError(f"The checksum list {place / 'SHA256SUMS'} has no line for {packed}; {remedy}.")
+    try:
+        content = (place / packed).read_bytes()
+    except OSError as error:
+        raise DataError(f"The bundled file {place / packed} cannot be read ({_short(error)}); {remedy}.") from None
+    if sha256(content) != sums[packed]:
+        raise DataError(
+            f"The bundled file {place / packed} ({len(content):,} bytes) does not have its listed SHA-256; {remedy}."
+        )
+    return bz2.decompress(content)
+
+
+def cache_dir() -> Path:
+    """Where complete downloads are kept: ``$DEPTHLAB_CACHE``, else ``depthlab`` in the platform's cache directory."""
+    if given := os.environ.get("DEPTHLAB_CACHE"):
+        return Path(given).expanduser().absolute()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "depthlab"
+
+
+def _short(error: BaseException) -> str:
+    """The gist of an exception in one line, for use inside a sentence."""
+    text = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
+    return text.rstrip(".")
