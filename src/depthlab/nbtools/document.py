@@ -1,13 +1,23 @@
 """A notebook as a file: find, read, normalise, write. Cells are plain dictionaries with joined text."""
 
+import ast
 import json
-import os
+import re
+from base64 import b64decode
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from depthlab.runs import write_atomic
 
 Notebook = dict[str, Any]
 Cell = dict[str, Any]
 
+_IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]*)[^)]*\)|<img[^>]*src=[\"']([^\"']*)")
+
+SHOW, SOLUTION, EXERCISE_CHECK = "nbval-ignore-output", "solution", "exercise-check"
+STUB_MARK = "# --- solution"
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w]|\.\d)", re.IGNORECASE)
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -47,19 +57,8 @@ def write(notebook: Notebook, path: str | Path) -> None:
 
     node = nbformat.from_dict(notebook)
     nbformat.validate(node)
-    write_text(path, nbformat.writes(node) + "\n")
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Replace the file's content in one step: a reader never meets half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(Path(path), nbformat.writes(node) + "\n")
 
 
 def normalise(notebook: Notebook) -> Notebook:
@@ -114,6 +113,53 @@ def printed(cell: Cell) -> str:
     for output in cell.get("outputs", []):
         pieces.append(output.get("text") or output.get("data", {}).get("text/plain") or "")
     return "\n".join(pieces)
+
+
+def prose(notebook: Notebook) -> str:
+    return "\n\n".join(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+
+
+def section(text: str, title: str) -> str:
+    """The text from the `## ` heading that contains `title` to the next one; empty when there is none."""
+    found = re.search(rf"^## [^\n]*\b{title}\b.*?(?=^## |\Z)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL)
+    return found[0] if found else ""
+
+
+def images(text: str) -> list[str]:
+    return [markdown or html for markdown, html in _IMAGE.findall(text)]
+
+
+def lines(cell: Cell) -> int:
+    return sum(bool(line.strip()) for line in cell["source"].splitlines())
+
+
+def nodes(cell: Cell) -> list[ast.AST]:
+    """The nodes of a code cell's syntax tree; none when it is no plain Python."""
+    try:
+        return list(ast.walk(ast.parse(cell["source"])))
+    except SyntaxError:
+        return []
+
+
+def calls(cell: Cell) -> list[ast.Call]:
+    return [node for node in nodes(cell) if isinstance(node, ast.Call)]
+
+
+def name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def mimes(notebook: Notebook) -> Iterator[tuple[Cell, str]]:
+    for cell in code_cells(notebook):
+        for output in cell["outputs"]:
+            for mime in output.get("data", {}):
+                yield cell, mime
+
+
+def pngs(cell: Cell) -> Iterator[bytes]:
+    for output in cell["outputs"]:
+        if "image/png" in output.get("data", {}):
+            yield b64decode(output["data"]["image/png"])
 
 
 def _joined(text: Any) -> Any:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from depthlab.nbtools.document import Notebook, find, read, write, write_text
+from depthlab.nbtools.document import Notebook, find, read, write
+from depthlab.runs import write_atomic
 
 NEEDS = re.compile(
     r"^\*\*Needs\*\* (?P<device>.+?) · \*\*Time\*\* (?P<time>[\d.]+ (?:s|min))"
-    r"(?: \((?:full mode (?P<full>[\d.]+ (?:s|min|h))(?:[^()]*)|(?P<none>no full mode))\))?"
+    r" \((?:full mode (?P<full>[\d.]+ (?:s|min|h)[^()]*)|no full mode)\)"
     r" · \*\*Memory\*\* (?P<memory>[\d.]+ GB) · \*\*Download\*\* (?P<download>.+?)"
     r" · \*\*Read first\*\* (?P<before>.+)$",
     re.MULTILINE,
@@ -32,14 +33,19 @@ class Header(NamedTuple):
     download: str
     before: str
 
+    @property
+    def seconds(self) -> float:
+        value, unit = self.time.split()
+        return float(value) * {"s": 1, "min": 60}[unit]
 
-def header(path: str | Path) -> Header:
-    """Read a notebook's first cell.
+
+def header(path: str | Path, notebook: Notebook | None = None) -> Header:
+    """Read a notebook's first cell; give `notebook` when it is already read.
 
     Raises:
         ValueError: a part is missing; the sentence says which and shows the form it must have.
     """
-    text = _first_cell(read(path), path)
+    text = _first_cell(read(path) if notebook is None else notebook, path)
     title = re.search(r"^# (\d\d) · (.+)$", text, re.MULTILINE)
     question = re.search(r"^\*([^*].*\?)\*$", text, re.MULTILINE)
     needs = NEEDS.search(text)
@@ -90,7 +96,7 @@ def write_readme_table(readme: str | Path = "README.md", check: bool = False) ->
     table = readme_table(readme.parent / "notebooks")
     filled = text[: text.index(begin) + len(begin)] + f"\n{table}\n" + text[text.index(end) :]
     if filled != text and not check:
-        write_text(readme, filled)
+        write_atomic(readme, filled)
     return filled == text
 
 

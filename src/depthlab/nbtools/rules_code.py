@@ -1,0 +1,117 @@
+"""Rules for the code cells: plain Python, one seeded start, show cells followed by check cells, records that exist."""
+
+import ast
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from depthlab.nbtools.document import (
+    EXERCISE_CHECK,
+    SHOW,
+    SOLUTION,
+    Notebook,
+    calls,
+    code_cells,
+    name_of,
+    nodes,
+    pngs,
+    prose,
+    tags,
+)
+from depthlab.nbtools.headers import header
+
+_NBVAL_COMMENT = re.compile(r"^\s*#+\s*(NBVAL|PYTEST_VALIDATE)_", re.MULTILINE)
+KNOWN_TAGS = {SHOW, SOLUTION, EXERCISE_CHECK}
+
+
+def code_is_plain_python(notebook: Notebook, path: Path) -> list[str]:
+    found = []
+    for cell in code_cells(notebook):
+        if re.search(r"pip\s+install|conda\s+install", cell["source"]):
+            found.append(f"{cell['id']} installs packages; the environment does that")
+        elif not nodes(cell):
+            found.append(f"{cell['id']} is no plain Python: no magics, no shell")
+    return found
+
+
+def first_cell_starts_the_session(notebook: Notebook, path: Path) -> list[str]:
+    code = code_cells(notebook)
+    starts = [(i, call) for i, cell in enumerate(code) for call in calls(cell) if name_of(call) == "start"]
+    right = len(starts) == 1 and starts[0][0] == 0 and [k.arg for k in starts[0][1].keywords] == ["seed"]
+    return [] if right else ["the first code cell, and only it, calls dl.start(seed=...)"]
+
+
+def full_mode_is_declared(notebook: Notebook, path: Path) -> list[str]:
+    code = [node for cell in code_cells(notebook) for node in nodes(cell)]
+    reads = any(isinstance(node, ast.Attribute) and node.attr == "full" for node in code)
+    try:
+        head = header(path, notebook)
+    except ValueError:
+        return []  # header_is_complete says so
+    if reads == bool(head.full_time):
+        return []
+    if reads:
+        return ["reads session.full, and the header gives no full mode's time"]
+    return [f"the header gives a full mode of {head.full_time}, and no cell reads session.full"]
+
+
+def no_trailing_semicolon(notebook: Notebook, path: Path) -> list[str]:
+    return [
+        f"{cell['id']} has a trailing `;`, which hides nothing under nbval; end with plt.show()"
+        for cell in code_cells(notebook)
+        if re.search(r"^[^#\n]*;[ \t]*$", cell["source"], re.MULTILINE)
+    ]
+
+
+def plots_end_with_show(notebook: Notebook, path: Path) -> list[str]:
+    drawn = [cell for cell in code_cells(notebook) if any(True for _ in pngs(cell))]
+    return [f"{cell['id']} draws; end it with plt.show()" for cell in drawn if "plt.show()" not in cell["source"]]
+
+
+def no_workers_with_cell_classes(notebook: Notebook, path: Path) -> list[str]:
+    code = [node for cell in code_cells(notebook) for node in nodes(cell)]
+    workers = [
+        node
+        for node in code
+        if isinstance(node, ast.keyword)
+        and node.arg == "num_workers"
+        and not (isinstance(node.value, ast.Constant) and node.value.value == 0)
+    ]
+    if workers and any(isinstance(node, ast.ClassDef) for node in code):
+        return ["num_workers > 0 with a class defined in a cell: a worker process cannot find it"]
+    return []
+
+
+def tags_are_known(notebook: Notebook, path: Path) -> list[str]:
+    found = []
+    for cell in notebook["cells"]:
+        unknown = sorted(set(tags(cell)) - KNOWN_TAGS)
+        if unknown:
+            found.append(f"{cell['id']} has the tag {', '.join(unknown)}; known are {', '.join(sorted(KNOWN_TAGS))}")
+        if cell["cell_type"] == "code" and _NBVAL_COMMENT.search(cell["source"]):
+            found.append(f"{cell['id']} steers nbval by a comment; use a tag")
+    return found
+
+
+def shown_is_checked(notebook: Notebook, path: Path) -> list[str]:
+    code = code_cells(notebook)
+    return [
+        f"{cell['id']} is shown and not compared; an untagged check(...) cell must follow"
+        for cell, after in zip(code, [*code[1:], None], strict=True)
+        if SHOW in tags(cell)
+        and (after is None or SHOW in tags(after) or not any(name_of(call) == "check" for call in calls(after)))
+    ]
+
+
+def records_exist(notebook: Notebook, path: Path) -> list[str]:
+    loads = [
+        call for cell in code_cells(notebook) for call in calls(cell) if ast.unparse(call.func).endswith("runs.load")
+    ]
+    names = {call.args[0].value for call in loads if call.args and isinstance(call.args[0], ast.Constant)}
+    names |= set(re.findall(r"(?:(?<=data/results/)|(?<=depthlab runs make ))[\w-]+", prose(notebook)))
+    results = files("depthlab.bundles") / "results"
+    return [
+        f"names the record {name}, which does not exist"
+        for name in sorted(names)
+        if not (results / f"{name}.json").is_file()
+    ]
