@@ -3,12 +3,20 @@
 LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86 (1998).
 """
 
+import contextlib
+import gzip
+import io
+import os
+import socket
 import struct
+import tempfile
+import zlib
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from depthlab.data.files import DataError, bundle
+from depthlab.data.files import DataError, bundle, cache_dir, gist, sha256
 
 SPLITS = {"train": "train", "test": "t10k"}  # our name -> the prefix of the official files
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801
@@ -70,16 +78,164 @@ def bundled(split: str) -> MNIST:
     return MNIST(images, labels, f"bundle: {len(labels):,} of MNIST's {total} {split} digits")
 
 
-def mnist(split: str) -> MNIST:
-    """The bundled MNIST digits of one split.
+# The official files, uncompressed: size and SHA-256. Whatever the origin, only these bytes are the complete MNIST.
+OFFICIAL = {
+    "train-images-idx3-ubyte": (47040016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    "train-labels-idx1-ubyte": (60008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    "t10k-images-idx3-ubyte": (7840016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    "t10k-labels-idx1-ubyte": (10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+}
+
+
+def read_official(path: Path, name: str, remedy: str) -> bytes:
+    """Content of the official file `name` stored at `path`, plain or (suffix .gz) compressed.
+
+    Raises:
+        DataError: unreadable, another size, or another SHA-256; the sentence names `path` and ends with `remedy`.
+    """
+    size, digest = OFFICIAL[name]
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(size + 1)  # no more than one byte too many, whatever a damaged archive unpacks to
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"The MNIST file {path} cannot be read ({gist(error)}); {remedy}.") from None
+    if len(content) != size:
+        found = f"{len(content):,}" if len(content) < size else f"more than {size:,}"
+        raise DataError(f"The MNIST file {path} holds {found} bytes where the official one has {size:,}; {remedy}.")
+    if sha256(content) != digest:
+        raise DataError(f"The MNIST file {path} does not have the SHA-256 of the official one; {remedy}.")
+    return content
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """`name` or `name`.gz in `folder` itself or where torchvision puts it below its own root."""
+    for place in (folder, folder / "MNIST" / "raw"):
+        for path in (place / name, place / f"{name}.gz"):
+            if os.path.lexists(path):  # also a dangling link: reading it then says what is wrong
+                return path
+    return None
+
+
+def _from_root(root: str | os.PathLike[str], split: str) -> tuple[bytes, bytes] | None:
+    try:
+        folder = Path(root).expanduser()
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"mnist(root={root!r}) is not a folder ({gist(error)}); give its path.") from None
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise DataError(f"The MNIST root {folder} is not a folder; give the folder that holds the official files.")
+    names = file_names(split)
+    paths = [_find(folder, name) for name in names]
+    if paths == [None, None]:
+        return None
+    remedy = "put the official file there, or leave root out"
+    for name, path in zip(names, paths, strict=True):
+        if path is None:
+            raise DataError(f"The MNIST root {folder} lacks {name} while it has the split's other file; {remedy}.")
+    images, labels = (read_official(path, name, remedy) for name, path in zip(names, paths, strict=True) if path)
+    return images, labels
+
+
+def _from_cache(split: str) -> tuple[bytes, bytes] | None:
+    names = file_names(split)
+    paths = [cache_dir() / "mnist" / name for name in names]
+    if not all(os.path.lexists(path) for path in paths):
+        return None
+    remedy = "delete it or run `depthlab data prepare --full`, which replaces it"
+    images, labels = (read_official(path, name, remedy) for name, path in zip(names, paths, strict=True))
+    return images, labels
+
+
+def download() -> None:
+    """Fetch the four complete files with torchvision's downloader, verify them, then put them into our cache.
+
+    Each file enters the cache by one rename after its checksum held, so that neither an interruption nor a second
+    process at the same time can leave a part of a file there.
+
+    Raises:
+        DataError: torchvision is missing, no mirror gave the official files, or the cache cannot be written.
+    """
+    otherwise = "or pass root= a folder with the official files, or leave full=True out for the bundled digits"
+    try:
+        from torchvision.datasets import MNIST as Downloader
+    except Exception as error:  # a torchvision built for another torch raises RuntimeError here
+        raise DataError(
+            f"The complete MNIST is downloaded by torchvision, which cannot be imported ({gist(error)}); "
+            f'install it with `pip install "depthlab[data]"`, {otherwise}.'
+        ) from None
+    target = cache_dir() / "mnist"
+    failures = []
+    timeout = socket.getdefaulttimeout()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="download-", dir=target) as scratch, _quiet_in_ci():
+            socket.setdefaulttimeout(20)  # torchvision sets none: a silent server would hold us for ever
+            for number, mirror in enumerate(Downloader.mirrors):
+                # One mirror at a time in a folder of its own: older torchvision ends at the first wrong checksum.
+                folder = Path(scratch) / str(number)
+                try:
+                    type("MNIST", (Downloader,), {"mirrors": [mirror]})(folder, download=True)
+                    raw = folder / "MNIST" / "raw"
+                    for name in OFFICIAL:
+                        read_official(raw / name, name, "the mirror is at fault")
+                except Exception as error:  # urllib, http, ssl, gzip: whatever it was, the next mirror may do
+                    failures.append(gist(error))
+                    continue
+                for name in OFFICIAL:
+                    os.replace(raw / name, target / name)
+                return
+    except OSError as error:
+        raise DataError(
+            f"The cache folder {target} cannot be written ({gist(error)}); "
+            f"set DEPTHLAB_CACHE to a folder that can, {otherwise}."
+        ) from None
+    finally:
+        socket.setdefaulttimeout(timeout)
+    raise DataError(
+        f"The complete MNIST could not be downloaded ({'; '.join(dict.fromkeys(failures)) or 'no mirror'}); "
+        f"connect to the network and try again, {otherwise}."
+    )
+
+
+def _quiet_in_ci() -> contextlib.AbstractContextManager[object]:
+    """Swallow torchvision's progress bars where nobody watches."""
+    return contextlib.redirect_stderr(io.StringIO()) if os.environ.get("CI") else contextlib.nullcontext()
+
+
+def mnist(split: str, full: bool = False, root: str | os.PathLike[str] | None = None) -> MNIST:
+    """MNIST digits of one split; the same call gives the same data, wherever it comes from.
 
     Args:
         split: "train" or "test"; a validation set is the caller's cut of the training digits.
+        full: False always takes the bundle (10,000 training or 2,000 test digits) and looks nowhere else. True takes
+            the complete split (60,000 or 10,000) from `root`, else from our cache, else from torchvision's mirrors.
+        root: with full=True a folder that may hold the official files, plain or .gz, directly or in MNIST/raw. One
+            without them is passed over; one that has them wrong, or only one of the two, is an error.
 
     Raises:
-        ValueError: another split.
-        DataError: the data is missing or damaged.
+        ValueError: another split, or a `root` that is no path.
+        DataError: data that is missing, damaged or out of reach. Nothing but the official bytes is ever returned.
     """
-    if split not in SPLITS:
+    if split not in tuple(SPLITS):
         raise ValueError(f'mnist({split!r}): the splits are "train" and "test"; cut a validation set from "train".')
-    return bundled(split)
+    if not full:
+        return bundled(split)
+    origin, pair = "root folder", _from_root(root, split) if root is not None else None
+    if pair is None:
+        origin, pair = "cache", _from_cache(split)
+    if pair is None:
+        download()
+        origin, pair = "download", _from_cache(split)
+    if pair is None:
+        raise DataError("The downloaded MNIST files were deleted before they could be read; try again.")
+    images, labels = parse_idx(*pair, f"the complete {split} digits")
+    return MNIST(images, labels, f"{origin}: all {len(labels):,} {split} digits of MNIST")
+
+
+def fill_cache() -> None:
+    """Make the cache hold the complete MNIST, replacing what is damaged there; connects only if something is."""
+    try:
+        complete = all(_from_cache(split) for split in SPLITS)
+    except DataError:
+        complete = False
+    if not complete:
+        download()

@@ -5,10 +5,11 @@ import hashlib
 import os
 import re
 import sys
+import textwrap
 from importlib.resources import files
 from pathlib import Path
 
-_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9._-]+)")
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([^\x00-\x1f]+)")
 
 
 class DataError(ValueError):
@@ -20,20 +21,24 @@ def sha256(content: bytes | bytearray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def sha256_of_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file of any size, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def parse_sums(text: str) -> dict[str, str]:
     """File name -> SHA-256 from the lines of a ``SHA256SUMS`` file (the format of ``sha256sum``).
 
     Raises:
-        ValueError: a line of another form, a name listed twice, or no line at all.
+        ValueError: a line of another form or a name listed twice.
     """
     sums: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in text.removesuffix("\n").split("\n"):
         match = _SUM_LINE.fullmatch(line)
         if match is None or match[2] in sums:
             raise ValueError(f"bad line {line!r}")
         sums[match[2]] = match[1]
-    if not sums:
-        raise ValueError("no line")
     return sums
 
 
@@ -52,15 +57,13 @@ def bundle(folder: str, name: str) -> bytes:
         # Not read_text: its universal newlines would hide a changed line end.
         sums = parse_sums((place / "SHA256SUMS").read_bytes().decode("ascii"))
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"The checksum list {place / 'SHA256SUMS'} cannot be used ({_short(error)}); {remedy}."
-        ) from None
+        raise DataError(f"The checksum list {place / 'SHA256SUMS'} cannot be used ({gist(error)}); {remedy}.") from None
     if packed not in sums:
         raise DataError(f"The checksum list {place / 'SHA256SUMS'} has no line for {packed}; {remedy}.")
     try:
         content = (place / packed).read_bytes()
     except OSError as error:
-        raise DataError(f"The bundled file {place / packed} cannot be read ({_short(error)}); {remedy}.") from None
+        raise DataError(f"The bundled file {place / packed} cannot be read ({gist(error)}); {remedy}.") from None
     if sha256(content) != sums[packed]:
         raise DataError(
             f"The bundled file {place / packed} ({len(content):,} bytes) does not have its listed SHA-256; {remedy}."
@@ -81,7 +84,7 @@ def cache_dir() -> Path:
     return base / "depthlab"
 
 
-def _short(error: BaseException) -> str:
-    """The gist of an exception in one line, for use inside a sentence."""
-    text = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
-    return text.rstrip(".")
+def gist(error: BaseException) -> str:
+    """What an exception says, short enough to stand inside a sentence."""
+    text = getattr(error, "strerror", None) or str(getattr(error, "reason", "")) or str(error) or type(error).__name__
+    return textwrap.shorten(text, 120, placeholder=" ...").rstrip(".;")
