@@ -37,15 +37,26 @@ def check(name: str, value: float, relation: str, bound: float | tuple[float, fl
         ValueError: unknown relation, a bound that is NaN, or an interval that is empty or not a pair.
         TypeError: `value` or `bound` is not a real number.
     """
+    number, limit = _numbers(name, value, relation, bound)
+    if not _RELATIONS[relation](number, limit):
+        raise CheckFailed(f"{name}: expected {relation} {_show(limit)}, got {_show(number)}.")
+    print(f"PASS  {name}")
+
+
+def holds(name: str, value: float, relation: str, bound: float | tuple[float, float]) -> bool:
+    """Whether `value` stands in `relation` to `bound`; arguments and errors as in `check`, nothing printed."""
+    number, limit = _numbers(name, value, relation, bound)
+    return _RELATIONS[relation](number, limit)
+
+
+def _numbers(name: str, value: Any, relation: str, bound: Any) -> tuple[float, float | tuple[float, float]]:
     if relation not in _RELATIONS:
         raise ValueError(f"check({name!r}) got relation {relation!r}; use one of {', '.join(_RELATIONS)}.")
     number = _as_number(name, "value", value)
     limit = _as_interval(name, bound) if relation == "in" else _as_number(name, "bound", bound)
     if relation != "in" and math.isnan(limit):
         raise ValueError(f"check({name!r}) got the bound nan, which nothing satisfies; give a number.")
-    if not _RELATIONS[relation](number, limit):
-        raise CheckFailed(f"{name}: expected {relation} {_show(limit)}, got {_show(number)}.")
-    print(f"PASS  {name}")
+    return number, limit
 
 
 def _as_number(name: str, role: str, x: Any) -> float:
@@ -72,4 +83,6 @@ def _as_interval(name: str, bound: Any) -> tuple[float, float]:
 def _show(x: float | tuple[float, float]) -> str:
     if isinstance(x, tuple):
         return f"[{_show(x[0])}, {_show(x[1])}]"
-    return str(x) if isinstance(x, int) else f"{x:.6g}"
+    if isinstance(x, int):
+        return str(x) if abs(x) < 10**15 else "an integer of more than 15 digits"
+    return f"{x:.6g}"

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from numbers import Real
 from typing import Any
 
@@ -92,19 +93,19 @@ class Record:
         return cls(**data)
 
 
-def load(record_id: str) -> Record:
-    """The committed record `record_id` from data/results, validated.
+def load(record_id: str, folder: Traversable | None = None) -> Record:
+    """The record `record_id`, validated; from the committed ones in data/results unless `folder` is given.
 
     Raises RecordError when it is unknown, unreadable, breaks the schema or carries another id.
     """
     if not isinstance(record_id, str) or not RECORD_ID.fullmatch(record_id):
         raise RecordError(f"{record_id!r} is no record id; give lower-case letters, digits and '-', at most 64.")
-    path = files("depthlab.bundles") / "results" / f"{record_id}.json"
+    path = (folder or _results()) / f"{record_id}.json"
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise RecordError(
-            f"There is no record '{record_id}' in data/results; {_choices('records', record_ids())}, "
+            f"There is no record '{record_id}' in data/results; {_choices('records', record_ids(folder))}, "
             f"and `depthlab runs make {record_id}` makes one the ledger lists."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -115,9 +116,9 @@ def load(record_id: str) -> Record:
     return record
 
 
-def record_ids() -> list[str]:
-    """Ids of the committed records, sorted."""
-    folder = files("depthlab.bundles") / "results"
+def record_ids(folder: Traversable | None = None) -> list[str]:
+    """Ids of the records in data/results (or `folder`), sorted."""
+    folder = folder or _results()
     if not folder.is_dir():
         return []
     return sorted(p.name.removesuffix(".json") for p in folder.iterdir() if p.name.endswith(".json"))
@@ -308,6 +309,10 @@ def _diverged_faults(data: dict[str, Any]) -> list[str]:
     return found
 
 
+def _results() -> Traversable:
+    return files("depthlab.bundles") / "results"
+
+
 def _is_utc(value: Any) -> bool:
     try:
         datetime.strptime(value, "%Y-%m-%dT%H:%M:%SZ")
@@ -323,7 +328,7 @@ def _short(value: Any) -> str:
 
 def _choices(what: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    return f"its {what} are {', '.join(names)}" if names else f"there are no {what}"
+    return f"the {what} are {', '.join(names)}" if names else f"there are no {what}"
 
 
 def _layout(value: Any, indent: str = "") -> str:

@@ -197,6 +197,6 @@ def _only_runner(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunError(
-                f"Another run of {path.parent.name} is working in {path.parent}; wait for it or give another work folder."
+                f"Another run of {path.parent.name} works in {path.parent}; wait for it or give another work folder."
             ) from None
         yield
