@@ -17,8 +17,9 @@ ALLOWED = {
     "lm": {"diagnostics", "residuals", "kernels.mgr"},
     "looped": {"lm", "diagnostics", "residuals", "kernels.mgr"},
     "continuity": {"lm"},
+    "ledger": set(),
     "nbtools": {"claims"},
-    "claims": {"looped", "lm", "continuity", "diagnostics", "residuals", "kernels.mgr", "kernels.bench"},
+    "claims": {"ledger", "looped", "lm", "continuity", "diagnostics", "residuals", "kernels.mgr", "kernels.bench"},
 }
 ALLOWED["cli"] = set(ALLOWED) | {"claims"}
 ALLOWED["__main__"] = {"cli"}
