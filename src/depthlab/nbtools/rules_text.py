@@ -18,7 +18,7 @@ from depthlab.nbtools.document import (
     section,
     tags,
 )
-from depthlab.nbtools.headers import NEEDS, colab_problem, header, repository_address
+from depthlab.nbtools.headers import colab_problem, header, repository_address
 
 SECTIONS = ("idea", "notation", "experiment", "what the papers? says?", "summary", "exercises", "references")
 WORDS_A_LINE = (6, 12)
@@ -33,7 +33,7 @@ _NOT_MEASURED = (
     re.compile(r"`[^`\n]*`"),
     re.compile(r"\$[^$\n]*\$"),
     re.compile(r"^#.*$", re.MULTILINE),
-    NEEDS,
+    re.compile(r"^\*\*Needs\*\*.*$", re.MULTILINE),
     re.compile(r"arXiv[: ]\d+\.\d+"),
     re.compile(r"(?<=\])\([^)]*\)"),
 )
@@ -104,7 +104,7 @@ def links_resolve(notebook: Notebook, path: Path) -> list[str]:
 
 
 def text_and_code_in_proportion(notebook: Notebook, path: Path) -> list[str]:
-    words, code = len(prose(notebook).split()), sum(map(lines, code_cells(notebook)))
+    words, code = len(re.findall(r"\S*\w\S*", prose(notebook))), sum(map(lines, code_cells(notebook)))
     low, high = WORDS_A_LINE
     if code and not low <= words / code <= high:
         return [f"{words} words for {code} lines of code, {words / code:.1f} a line; {low} to {high} are readable"]
