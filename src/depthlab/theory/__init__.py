@@ -9,7 +9,7 @@ from depthlab.theory.gate_bias import (
     smallest_valid_depth,
     stream_variance,
 )
-from depthlab.theory.norm_bound import carry, interpolate, norm_ratio, rounding_factor, row_weight, unit_roundoff
+from depthlab.theory.norm_bound import carry, interpolate, norm_ratio, rounding_term, row_weight, unit_roundoff
 
 __all__ = [
     "GATES",
@@ -20,7 +20,7 @@ __all__ = [
     "initial_gate",
     "interpolate",
     "norm_ratio",
-    "rounding_factor",
+    "rounding_term",
     "row_weight",
     "smallest_valid_depth",
     "stream_variance",

@@ -10,15 +10,14 @@ The wanted gate at L mixing layers is g_L = sigmoid(base_bias) * sqrt(base_layer
 """
 
 import math
+import numbers
 import operator
 from typing import Any
 
 GATES = ("independent", "competitive")
 
 
-def gate_bias(
-    gate: str, n_streams: int, n_mixing_layers: int, base_bias: float = -3.0, base_layers: int = 21
-) -> float:
+def gate_bias(gate: str, n_streams: int, n_mixing_layers: int, base_bias: float = -3.0, base_layers: int = 21) -> float:
     """Bias (independent) or forget logit (competitive) whose gate at zero weights is g_base * sqrt(base_layers / L).
 
         independent   b = -ln( sqrt(L / L_base) (e^(-b_base) + 1) - 1 )
@@ -115,7 +114,7 @@ def _sigmoid(x: float) -> float:
 def _checked(gate: Any, n: Any, layers: Any, base: Any, base_layers: Any) -> tuple[int, int, float, int]:
     if gate not in GATES:
         raise ValueError(f"Unknown gate {gate!r}; use 'independent' or 'competitive'.")
-    if isinstance(base, bool) or not isinstance(base, int | float):
+    if isinstance(base, bool) or not isinstance(base, numbers.Real):
         raise TypeError(f"The bias must be a real number, got {base!r}.")
     if not abs(base) <= 700.0:  # also false for NaN
         raise ValueError(f"The bias must be finite and within +-700, got {base!r}.")

@@ -19,7 +19,7 @@ def interpolate(stream: Tensor, update: Tensor, beta: Tensor) -> Tensor:
 
     This form returns `stream` exactly at beta = 0, `update` exactly at beta = 1 and either one when they are equal;
     every element lies between its two inputs; and the norm exceeds max(norm(stream), norm(update)) by no more than the
-    final rounding (`rounding_factor`). Other forms miss an end point or err more (notebook 01 measures five of them).
+    final rounding (`rounding_term`). Other forms miss an end point or err more (notebook 01 measures five of them).
 
     Args:
         stream: [.., C] values, float32 or wider, at most half the largest finite number.
@@ -35,7 +35,7 @@ def interpolate(stream: Tensor, update: Tensor, beta: Tensor) -> Tensor:
     """
     for name, tensor in (("stream", stream), ("update", update), ("beta", beta)):
         if tensor.dtype in _HALF:
-            raise TypeError(f"interpolate got {name} in {tensor.dtype}; it computes in float32 or wider, so cast first.")
+            raise TypeError(f"interpolate got {name} in {tensor.dtype}; it computes in float32 or wider: cast first.")
     near = beta < 0.5
     # beta - 1 is exact for beta >= 1/2, so the step from the far end loses nothing either.
     return torch.where(near, stream, update) + torch.where(near, beta, beta - 1) * (update - stream)
@@ -59,8 +59,8 @@ def carry(streams: Tensor, update: Tensor, mix: Tensor, write: Tensor) -> Tensor
 def row_weight(mix: Tensor, write: Tensor) -> Tensor:
     """[.., n] absolute row sums of [mix | write]: how much one layer can multiply the largest norm, exactly.
 
-    At most 1 keeps the bound (triangle inequality). Above 1 breaks it: feed a row one direction v, with the signs of its
-    coefficients, and the new stream is row_weight times as long as every input.
+    At most 1 keeps the bound (triangle inequality). Above 1 breaks it: feed a row one direction v, with the signs of
+    its coefficients, and the new stream is row_weight times as long as every input.
     """
     return mix.abs().sum(-1) + write.abs()
 
@@ -75,7 +75,9 @@ def norm_ratio(reached: Tensor, terms: Tensor) -> Tensor:
     """
     largest = terms.double().norm(dim=-1).amax(-1)
     if not bool((torch.isfinite(largest) & (largest > 0)).all()):
-        raise ValueError("norm_ratio got terms whose largest norm is zero or not finite; give one finite non-zero term.")
+        raise ValueError(
+            "norm_ratio got terms whose largest norm is zero or not finite; give finite terms, not all zero."
+        )
     return reached.double().norm(dim=-1).amax(-1) / largest
 
 
@@ -90,21 +92,21 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def rounding_factor(
+def rounding_term(
     n_layers: int,
     arithmetic: torch.dtype = torch.float32,
     storage: torch.dtype | None = None,
     min_gate: float = 0.0,
 ) -> float:
-    """Factor by which rounding may lift the norm bound over `n_layers` calls of `interpolate`.
+    """How far rounding may lift the norm bound over `n_layers` calls of `interpolate`.
 
-    Computed max_i norm(s_i) <= factor * max(norm(x_0), max_l norm(F_l)).
+    Computed max_i norm(s_i) <= (1 + rounding_term) * max(norm(x_0), max_l norm(F_l)).
 
     One layer. The errors before the last addition are at most 2u min(beta, 1 - beta) |F - s|, while an exact convex
     combination stays short of its bound by about beta (1 - beta) |F - s|^2 / 2M. The second outweighs the first but for
     2u^2 M, so a layer costs rho = (1 + u)(1 + 2u^2): its final rounding. Storing in a narrower type multiplies rho by
-    one more (1 + u_storage). With q the square of the factor, exactness gives q <- rho^2 ((1 - beta) q + beta), which
-    grows like rho^(2L) with closed gates and settles near 1 + 2u/beta when every gate is at least `min_gate`.
+    one more (1 + u_storage). With q the square of the whole factor, q <- rho^2 ((1 - beta) q + beta), which grows like
+    rho^(2L) with closed gates and settles near 1 + 2u/beta when every gate is at least `min_gate`.
 
     Args:
         n_layers: mixing layers, >= 0.
@@ -113,20 +115,20 @@ def rounding_factor(
         min_gate: smallest gate of any layer, in [0, 1].
 
     Returns:
-        The factor, >= 1. Inputs must be finite and at most half the largest finite number; products that underflow add
+        The term, >= 0. Inputs must be finite and at most half the largest finite number; products that underflow add
         at most sqrt(C) times the smallest subnormal of `arithmetic` (and of `storage`) a layer, which is not included.
 
     Raises:
         ValueError: negative `n_layers`, a gate outside [0, 1], or half-precision arithmetic.
     """
     if n_layers < 0:
-        raise ValueError(f"rounding_factor got n_layers={n_layers}; give 0 or more.")
+        raise ValueError(f"rounding_term got n_layers={n_layers}; give 0 or more.")
     if not 0.0 <= min_gate <= 1.0:
-        raise ValueError(f"rounding_factor got min_gate={min_gate}; a gate lies in [0, 1].")
+        raise ValueError(f"rounding_term got min_gate={min_gate}; a gate lies in [0, 1].")
     if arithmetic in _HALF:
-        raise ValueError(f"rounding_factor got arithmetic in {arithmetic}; streams are mixed in float32 or wider.")
+        raise ValueError(f"rounding_term got arithmetic in {arithmetic}; streams are mixed in float32 or wider.")
     u = unit_roundoff(arithmetic)
-    # log1p keeps u**2 terms of float64, which 1 + u would round away.
+    # log1p keeps what 1 + u would round away in float64.
     log_rho = math.log1p(u) + math.log1p(2 * u * u)
     if storage is not None and storage != arithmetic:
         log_rho += math.log1p(unit_roundoff(storage))
@@ -134,5 +136,5 @@ def rounding_factor(
     excess = 0.0  # q - 1
     for _ in range(n_layers):
         excess = (1 - min_gate) * excess * (1 + growth) + growth
-    # One ulp up: the loop itself rounds, and a bound must not end below its true value.
-    return math.nextafter(math.sqrt(1 + excess), math.inf)
+    # The loop rounds too (a few 1e-16 a layer, relative), and a bound must not end below its true value.
+    return math.expm1(math.log1p(excess) / 2) * (1 + 1e-15 * (n_layers + 4))
