@@ -1,1 +1,5 @@
 """The Triton kernels, imported as `depthlab.kernels`."""
+
+from depthlab.kernels import mgr
+
+__all__ = ["mgr"]

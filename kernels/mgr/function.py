@@ -1,0 +1,202 @@
+"""Checks, dispatch and the public functions of Multi-Gate Residuals.
+
+Whatever can be wrong with a call is found before any arithmetic and named in one sentence: what was given, what is
+allowed, what to do.
+"""
+
+import math
+from numbers import Real
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from depthlab.kernels.mgr import reference
+from depthlab.theory import GATES
+
+BACKENDS = ("auto", "torch", "triton")
+MAX_STREAMS = 16
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Gate = Literal["independent", "competitive"]
+Backend = Literal["auto", "torch", "triton"]
+
+
+class BackendUnavailable(ValueError):
+    """The backend that was asked for cannot run here; the message says what is missing."""
+
+
+def resolve_backend(backend: Backend) -> Literal["torch"]:
+    """The backend that will run: so far "auto" is torch on every device, because no Triton kernel exists yet.
+
+    Raises:
+        BackendUnavailable: "triton", with what is missing.
+        ValueError: an unknown name.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, BACKENDS))}.")
+    if backend == "triton":
+        raise BackendUnavailable(
+            "backend='triton' cannot run: depthlab has no Triton kernels for MGR yet; use 'auto' or 'torch'."
+        )
+    return "torch"
+
+
+def mix_and_pool(
+    streams: Tensor,
+    update: Tensor,
+    w_gate: Tensor,
+    bias: Tensor,
+    w_pool: Tensor,
+    *,
+    gate: Gate,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One mixing layer: move every stream towards the update by its gate, then pool what the next sublayer reads.
+
+    Args:
+        streams: [.., n, C], n = 1 .. 16, C >= 1, any leading dimensions; float16, bfloat16, float32 or float64.
+        update: [.., C], the sublayer's output F.
+        w_gate: [C], the gate's query.
+        bias: [n] for "independent" gates, [1] (the forget logit) for "competitive" ones.
+        w_pool: [C], the next read's query. Not used when n = 1, where the read is the stream itself.
+        gate: "independent" or "competitive".
+        normalize: also RMS-normalise (without a weight) the pooled output.
+        eps: added to the mean square inside every root; a finite number of at least 1.2e-38.
+        backend: "auto" or "torch": torch runs everywhere so far; "triton" raises until its kernels exist.
+
+    Returns:
+        ``(streams [.., n, C], pooled [.., C], beta [.., n])``. Streams and pooled are stored in the update's dtype,
+        also under autocast; beta keeps the dtype of the arithmetic: float32, or float64 if any input is float64. The
+        gates' end points are exact: beta = 0 returns the stream and beta = 1 the update.
+
+    Raises:
+        TypeError: an argument is no tensor, or of a dtype that is not listed above.
+        ValueError: a shape, device, gate, eps or backend that does not fit (BackendUnavailable for the backend).
+
+    Source: arXiv 2605.23259; equations (1) to (8) of DERIVATION.md.
+    """
+    resolve_backend(backend)
+    _check_gate(gate)
+    n, width = _check_streams(streams)
+    _check_update(update, streams)
+    _check_vector("w_gate", w_gate, width, "C", streams)
+    _check_vector("w_pool", w_pool, width, "C", streams)
+    if gate == "independent":
+        _check_vector("bias", bias, n, "n, one bias a stream for independent gates", streams)
+    else:
+        _check_vector("bias", bias, 1, "the one forget logit of competitive gates", streams)
+    _check_eps(eps)
+    return reference.mix_and_pool(streams, update, w_gate, bias, w_pool, gate=gate, normalize=normalize, eps=eps)
+
+
+def append_and_pool(
+    streams: Tensor,
+    update: Tensor,
+    w_pool: Tensor,
+    *,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One accumulation layer: the update becomes a new stream, without a gate; then pool what the next sublayer reads.
+
+    Args:
+        streams: [.., n, C] with n = 1 .. 15; update, w_pool, normalize, eps, backend: as in `mix_and_pool`.
+
+    Returns:
+        ``(streams [.., n+1, C], pooled [.., C])``, both stored in the update's dtype; the read uses unrounded values.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: as in `mix_and_pool`.
+
+    Source: arXiv 2605.23259; equations (1) and (5) to (8) of DERIVATION.md.
+    """
+    resolve_backend(backend)
+    n, width = _check_streams(streams)
+    if n == MAX_STREAMS:
+        raise ValueError(f"append_and_pool got {n} streams, the most a token can have; mix instead.")
+    _check_update(update, streams)
+    _check_vector("w_pool", w_pool, width, "C", streams)
+    _check_eps(eps)
+    return reference.append_and_pool(streams, update, w_pool, normalize=normalize, eps=eps)
+
+
+def attn_pool(
+    streams: Tensor, w_pool: Tensor, *, normalize: bool = False, eps: float = 1e-6, backend: Backend = "auto"
+) -> Tensor:
+    """The read alone: a softmax over the streams' scores weighs the streams themselves.
+
+    Args:
+        streams: [.., n, C]; w_pool: [C]; normalize, eps, backend: as in `mix_and_pool`.
+
+    Returns:
+        pooled [.., C] in the streams' dtype.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: as in `mix_and_pool`.
+
+    Source: arXiv 2605.23259; equations (1) and (5) to (8) of DERIVATION.md.
+    """
+    resolve_backend(backend)
+    _, width = _check_streams(streams)
+    _check_vector("w_pool", w_pool, width, "C", streams)
+    _check_eps(eps)
+    return reference.attn_pool(streams, w_pool, normalize=normalize, eps=eps)
+
+
+def _check_gate(gate: str) -> None:
+    if gate not in GATES:
+        raise ValueError(f"gate={gate!r} is unknown; use {' or '.join(map(repr, GATES))}.")
+
+
+def _check_eps(eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, Real):
+        raise TypeError(f"eps must be a number, got {type(eps).__name__}; the default is 1e-6.")
+    smallest = torch.finfo(torch.float32).tiny  # below it float32 rounds eps to 0, and an all-zero stream reads as NaN
+    if not smallest <= eps < math.inf:
+        raise ValueError(f"eps={eps!r} is not a finite number of at least {smallest:.2g}; the default is 1e-6.")
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """TypeError in one sentence unless `x` is a tensor of float16, bfloat16, float32 or float64."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}; convert it first.")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; use one of {', '.join(str(d)[6:] for d in DTYPES)}.")
+
+
+def _check_streams(streams: Tensor) -> tuple[int, int]:
+    check_tensor("streams", streams)
+    if streams.ndim < 2:
+        raise ValueError(f"streams has shape {list(streams.shape)}; it needs [.., n, C], so at least two dimensions.")
+    n, width = streams.shape[-2:]
+    if not 1 <= n <= MAX_STREAMS:
+        raise ValueError(f"streams has shape {list(streams.shape)}, so n={n}; a token has 1 to {MAX_STREAMS} streams.")
+    if width < 1:
+        raise ValueError(f"streams has shape {list(streams.shape)}, so C={width}; a stream is at least 1 wide.")
+    return n, width
+
+
+def _check_update(update: Tensor, streams: Tensor) -> None:
+    check_tensor("update", update)
+    expected = [*streams.shape[:-2], streams.shape[-1]]
+    if list(update.shape) != expected:
+        raise ValueError(
+            f"update has shape {list(update.shape)}; streams of shape {list(streams.shape)} need {expected}, without n."
+        )
+    _check_device("update", update, streams)
+
+
+def _check_vector(name: str, x: Tensor, size: int, meaning: str, streams: Tensor) -> None:
+    check_tensor(name, x)
+    if list(x.shape) != [size]:
+        raise ValueError(f"{name} has shape {list(x.shape)}; it needs [{size}] ({meaning}).")
+    _check_device(name, x, streams)
+
+
+def _check_device(name: str, x: Tensor, streams: Tensor) -> None:
+    if x.device != streams.device:
+        raise ValueError(f"{name} is on {x.device} and streams on {streams.device}; move them to one device.")
