@@ -52,18 +52,18 @@ def class_quota(labels: torch.Tensor, total: int) -> list[int]:
 def choose(labels: torch.Tensor, total: int, split: str) -> list[int]:
     """Positions of the digits to keep, in the order in which they are bundled.
 
-    The order is that of a hash of the position, so it is fixed by this line alone and not by some library's
-    random numbers, and any prefix of the bundle is again a random sample.
+    Of each class the positions with the smallest hash are kept, and all are ordered by another hash: fixed by these
+    lines alone and not by some library's random numbers, and any slice of the bundle is again a random sample.
     """
-    order = sorted(range(len(labels)), key=lambda i: hashlib.sha256(f"depthlab mnist {split} {i}".encode()).digest())
-    left = class_quota(labels, total)
+
+    def rank(purpose: str, i: int) -> bytes:
+        return hashlib.sha256(f"depthlab mnist {split} {purpose} {i}".encode()).digest()
+
     kept = []
-    for i in order:
-        digit = int(labels[i])
-        if left[digit] > 0:
-            left[digit] -= 1
-            kept.append(i)
-    return kept
+    for digit, quota in enumerate(class_quota(labels, total)):
+        members = (labels == digit).nonzero().flatten().tolist()
+        kept += sorted(members, key=lambda i: rank("choose", i))[:quota]
+    return sorted(kept, key=lambda i: rank("order", i))
 
 
 def mnist_files(package: Mapping[str, bytes]) -> dict[str, bytes]:
