@@ -18,6 +18,7 @@ ALLOWED = {
     "looped": {"lm", "diagnostics", "residuals", "kernels.mgr"},
     "continuity": {"lm"},
     "ledger": set(),
+    "doctor": {"claims"},
     "nbtools": {"claims"},
     "claims": {"ledger", "looped", "lm", "continuity", "diagnostics", "residuals", "kernels.mgr", "kernels.bench"},
 }

@@ -16,10 +16,10 @@ from depthlab.checks import holds
 from depthlab.ledger import Ledger, LedgerError, Row, Rule, read_ledger
 from depthlab.runs.experiment import Experiment
 from depthlab.runs.record import Record, RecordError, load
+from depthlab.runs.worker import write_atomic
 
 VERDICTS = ("reproduced", "reproduced at small scale", "partly", "not reproduced", "not run here", "not yet")
 MIN_SEEDS = 3  # for every scope but theorem
-_MARKERS = ("<!-- generated: claims -->", "<!-- end: claims -->")
 _AGGREGATES = {
     "mean": statistics.fmean,
     "min": min,
@@ -82,7 +82,7 @@ def verdicts() -> dict[str, Verdict]:
 
 
 def report(*claim_ids: str) -> str:
-    """Plain lines for notebooks: each claim's id, verdict and scale, the paper's value, and what we saw by each rule."""
+    """Plain lines for notebooks: each claim's id, verdict and scale, the paper's value, and what each rule saw."""
     book, seen, lines = read_ledger(), {}, []
     for claim in (_find(book, i) for i in claim_ids):
         found = _verdict(book, claim, seen)
@@ -185,34 +185,56 @@ def summary() -> str:
 
 
 def readme_text(path: Path | str) -> str:
-    """The text of `path` with everything between the claim markers generated anew. LedgerError without the markers."""
+    """The text of `path` with what stands between the markers generated anew.
+
+    "generated: claims" holds a table a paper and the records; "generated: summary", where present, what was judged so
+    far. LedgerError when the claim markers are missing or any marker is not there exactly once.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError(f"{path} cannot be read ({error}); give the README with the claim markers.") from None
-    start, end = _MARKERS
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise LedgerError(f"{path} needs the lines {start} and {end} once each, in this order.")
-    parts = [
-        summary(),
-        'In "what we saw", brackets give the smallest and largest seed. All values are computed from the records below.',
-    ]
-    for name, paper in read_ledger().papers.items():
-        parts.append(f"### {paper['title']} ([{paper['arxiv']}](https://arxiv.org/abs/{paper['arxiv']}))")
-        parts.append(table(name, path.resolve().parent / "notebooks"))
-    parts += ["### Records", records_table()]
-    return text[: text.index(start) + len(start)] + "\n" + "\n\n".join(parts) + "\n" + text[text.index(end) :]
+    text = _fill(text, path, "claims", claims_section(path.resolve().parent / "notebooks"))
+    return _fill(text, path, "summary", summary_section()) if _marker("generated", "summary") in text else text
 
 
 def write_readme(path: Path | str) -> bool:
     """Generate the claim tables in `path` anew; True if that changed the file."""
-    path = Path(path)
-    new = readme_text(path)
+    path, new = Path(path), readme_text(path)
     if new == path.read_text(encoding="utf-8"):
         return False
-    path.write_text(new, encoding="utf-8")
+    write_atomic(path, new)
     return True
+
+
+def claims_section(notebooks: Path) -> str:
+    """A heading and a table a paper, then the records behind them."""
+    parts = [
+        'In "what we saw", brackets hold the smallest and largest seed; every value is computed from a record below.',
+    ]
+    for name, paper in read_ledger().papers.items():
+        parts.append(f"### {paper['title']} ([{paper['arxiv']}](https://arxiv.org/abs/{paper['arxiv']}))")
+        parts.append(table(name, notebooks))
+    return "\n\n".join([*parts, "### Records", records_table()])
+
+
+def summary_section() -> str:
+    """The counts, then every judged claim with its verdict, the welcome ones first."""
+    found = {r: v.verdict for r, v in zip(rows(), verdicts().values(), strict=True) if v.outcomes}
+    judged = sorted(found, key=lambda r: VERDICTS.index(found[r]))
+    return "\n".join([summary(), "", *(f"- **{found[r]}** ({r.id}): {r.statement}" for r in judged)]).rstrip()
+
+
+def _marker(kind: str, name: str) -> str:
+    return f"<!-- {kind}: {name} -->"
+
+
+def _fill(text: str, path: Path, name: str, content: str) -> str:
+    start, end = _marker("generated", name), _marker("end", name)
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise LedgerError(f"{path} needs the lines {start} and {end} once each, in this order.")
+    return text[: text.index(start) + len(start)] + "\n" + content + "\n" + text[text.index(end) :]
 
 
 def _verdict(book: Ledger, claim: Row, seen: dict[str, Record]) -> Verdict:

@@ -27,7 +27,7 @@ _MACHINE_PATH = re.compile(r"(^|[\s'\"=:])(/(home|root|tmp|work|mnt|Users|var|da
 
 
 class RecordError(ValueError):
-    """A record is missing, unreadable or breaks the schema; the message has one sentence per fault."""
+    """A record is missing, unreadable or breaks the schema; the message has one sentence a fault."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,15 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str, source: str = "The record") -> "Record":
-        """Parse and validate; RecordError lists every fault, each a sentence that begins with `source`."""
+        """Parse and validate; RecordError begins with `source` and gives the first three faults, a sentence each."""
         try:
             data = parse_json(text)
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{source} is not valid JSON ({error}); make it again with its command.") from None
         found = faults(data)
         if found:
-            raise RecordError("\n".join(f"{source}: {fault}" for fault in found))
+            more = f" ({len(found) - 3} more faults.)" if len(found) > 3 else ""
+            raise RecordError(f"{source} breaks the schema: {' '.join(found[:3])}{more}")
         return cls(**data)
 
 

@@ -1,0 +1,200 @@
+"""The command line. Each command imports its part when it is called, so that `depthlab --help` is quick.
+
+Exit codes: 0 well, 1 a check says no, 2 an error (one sentence on stderr; DEPTHLAB_DEBUG=1 shows the traceback),
+130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (sys.argv unless given) and return its exit code."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if "run" not in chosen:
+        parser.print_help()
+        return 2
+    try:
+        code = chosen.run(chosen)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `depthlab claims | head`: nobody reads on, so say nothing more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("DEPTHLAB_DEBUG") == "1":
+            raise
+        print(f"depthlab: {_sentence(error)}", file=sys.stderr)
+        return 2
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, ImportError):
+        return f"{text}; run `depthlab doctor` to see what is missing and how to get it."
+    if isinstance(error, ValueError | TypeError | RuntimeError | OSError) and text:
+        return text
+    return f"unexpected {type(error).__name__} ({text}); run again with DEPTHLAB_DEBUG=1 and report the traceback."
+
+
+def _parser() -> argparse.ArgumentParser:
+    from depthlab import __version__
+
+    parser = argparse.ArgumentParser(prog="depthlab", description="What happens to a signal on its way through depth.")
+    parser.add_argument("--version", action="version", version=f"depthlab {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    claims = commands.add_parser("claims", help="every claim of the papers with its computed verdict")
+    claims.add_argument(
+        "--check", action="store_true", help="fail if the README's tables are not what the records give"
+    )
+    claims.add_argument("--write", metavar="README", help="generate the tables in this file")
+    claims.set_defaults(run=_claims)
+
+    runs = commands.add_parser("runs", help="list the records, or make one again")
+    runs.set_defaults(run=_list_runs)
+    make = runs.add_subparsers(metavar="make").add_parser("make", help="run an experiment and write its record")
+    make.add_argument("id", help="a record that `depthlab runs` lists")
+    make.add_argument("--processes", type=int, default=1, help="worker processes, one thread each (default 1)")
+    make.add_argument("--work-dir", help="where finished cells are kept (default build/runs)")
+    make.add_argument("--out-dir", help="where the record goes (default data/results)")
+    make.set_defaults(run=_make_run)
+
+    notebooks = commands.add_parser("notebooks", help="execute, check and list the notebooks").add_subparsers(
+        metavar="run|check|table", required=True
+    )
+    run = notebooks.add_parser("run", help="execute in fresh kernels")
+    run.add_argument("paths", nargs="*", metavar="NOTEBOOK", help="default: all numbered notebooks")
+    run.add_argument("--in-place", action="store_true", help="write the outputs into the notebooks themselves")
+    run.add_argument("--out-dir", default="build/notebooks", help="where executed copies go (default build/notebooks)")
+    run.set_defaults(run=_run_notebooks)
+    check = notebooks.add_parser("check", help="policy, then a new run compared with the committed outputs")
+    check.add_argument("paths", nargs="*", metavar="NOTEBOOK", help="default: all numbered notebooks")
+    check.set_defaults(run=_check_notebooks)
+    table = notebooks.add_parser("table", help="write the README's table of notebooks")
+    table.add_argument("--check", action="store_true", help="write nothing; fail if it is not up to date")
+    table.add_argument("--readme", default="README.md", help="the file with the markers (default README.md)")
+    table.set_defaults(run=_notebook_table)
+
+    exercises = commands.add_parser("exercises", help="generate the students' copies")
+    exercises.add_argument("--check", action="store_true", help="write nothing; fail if they are not up to date")
+    exercises.set_defaults(run=_exercises)
+
+    data = commands.add_parser("data", help="look after the data").add_subparsers(metavar="prepare", required=True)
+    prepare = data.add_parser("prepare", help="verify the bundled data")
+    prepare.add_argument("--full", action="store_true", help="also download the complete MNIST into the cache")
+    prepare.set_defaults(run=_prepare_data)
+
+    doctor = commands.add_parser("doctor", help="what is installed, what works, what is missing and how to get it")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _claims(chosen: argparse.Namespace) -> int:
+    from depthlab import claims
+
+    verdicts = claims.verdicts()
+    if chosen.write:
+        print(f"{chosen.write}: {'tables written' if claims.write_readme(chosen.write) else 'already up to date'}.")
+        return 0
+    if chosen.check:
+        readme = _root() / "README.md"
+        if claims.readme_text(readme) != readme.read_text(encoding="utf-8"):
+            print("README.md is not what the records give; run `depthlab claims --write README.md`.", file=sys.stderr)
+            return 1
+        print(f"{claims.summary()} README.md agrees.")
+        return 0
+    for row in claims.rows():
+        print(f"{row.id:<7} {verdicts[row.id]!s:<26}{row.statement}")
+        for outcome in verdicts[row.id].outcomes:
+            print(f"{'':<34}{outcome}")
+    print(claims.summary())
+    return 0
+
+
+def _list_runs(chosen: argparse.Namespace) -> int:
+    from depthlab import claims
+    from depthlab.ledger import read_ledger
+    from depthlab.runs.record import load, record_ids
+
+    book, bad = read_ledger(), 0
+    for record_id in sorted(set(book.records) | set(record_ids())):
+        try:
+            claims.current_record(record_id, book)
+            state = "current"
+        except claims.LedgerError as error:
+            state, bad = str(error), bad + 1
+        cost = f", costs {book.records[record_id].cost}" if record_id in book.records else ""
+        print(f"{record_id}: {state}{cost}")
+        if state == "current":
+            record = load(record_id)
+            code = record.commit[:10] + ("" if record.clean else " with local changes")
+            print(f"  {len(record.seeds)} seeds; {', '.join(record.claims)}; {record.date}, {code}")
+    return 1 if bad else 0
+
+
+def _make_run(chosen: argparse.Namespace) -> int:
+    from depthlab import claims, runs
+
+    work = Path(chosen.work_dir) if chosen.work_dir else _root() / "build" / "runs"
+    out = Path(chosen.out_dir) if chosen.out_dir else _root() / "data" / "results"
+    record = runs.make(claims.experiment(chosen.id), work, out, chosen.processes)
+    print(f"{record.id}: {len(record.seeds)} seeds, {record.wall_time_s:.0f} s of computing, in {out / record.id}.json")
+    return 0
+
+
+def _run_notebooks(chosen: argparse.Namespace) -> int:
+    from depthlab import nbtools
+
+    return nbtools.run(chosen.paths or None, in_place=chosen.in_place, out_dir=chosen.out_dir)
+
+
+def _check_notebooks(chosen: argparse.Namespace) -> int:
+    from depthlab import nbtools
+
+    return nbtools.check(chosen.paths or None)
+
+
+def _notebook_table(chosen: argparse.Namespace) -> int:
+    from depthlab import nbtools
+
+    current = nbtools.write_readme_table(chosen.readme, check=chosen.check)
+    if chosen.check and not current:
+        print(f"{chosen.readme} is not up to date; run `depthlab notebooks table`.", file=sys.stderr)
+        return 1
+    print(f"{chosen.readme}: {'already up to date' if current else 'table written'}.")
+    return 0
+
+
+def _exercises(chosen: argparse.Namespace) -> int:
+    from depthlab import nbtools
+
+    return nbtools.write_exercises(check=chosen.check)
+
+
+def _prepare_data(chosen: argparse.Namespace) -> int:
+    from depthlab import data
+
+    print("\n".join(data.prepare(full=chosen.full)))
+    return 0
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    from depthlab.doctor import examine
+
+    healthy, lines = examine()
+    print("\n".join(lines))
+    return 0 if healthy else 1
+
+
+def _root() -> Path:
+    """The checkout this package runs from, so that commands work in any folder; else the current folder."""
+    checkout = Path(str(files("depthlab.bundles"))).parent
+    return checkout if (checkout / "pyproject.toml").is_file() else Path.cwd()
