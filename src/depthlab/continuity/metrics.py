@@ -142,7 +142,7 @@ def leading_directions(weights: Matrices, space: str = "input") -> Tensor:
     return torch.stack(directions, dim=-2)
 
 
-# The scores of one pair. Each takes what `spectrum` or `centred_gram` made of two oriented matrices.
+# What the scores are made of: for one matrix or pair, turned so that the compared space is the last dimension.
 
 
 def spectrum(matrix: Tensor) -> Spectrum:
@@ -163,6 +163,14 @@ def centred_gram(matrix: Tensor) -> Tensor:
     # What is left of a flat spectrum is rounding noise, whose direction means nothing.
     noise = 4 * n * torch.finfo(gram.dtype).eps * torch.linalg.matrix_norm(gram, keepdim=True)
     return torch.where(length > noise, centred / length.clamp_min(torch.finfo(gram.dtype).tiny), 0.0)
+
+
+def without_ones(matrix: Tensor) -> Tensor:
+    """[.., m, n] with the all-ones direction of the last space projected out; what is only rounding becomes 0."""
+    rest = matrix - matrix.mean(-1, keepdim=True)
+    norm = torch.linalg.matrix_norm(rest, keepdim=True)
+    noise = 4 * torch.finfo(matrix.dtype).eps * torch.linalg.matrix_norm(matrix, keepdim=True)
+    return torch.where(norm > noise, rest, 0.0)
 
 
 def pair_alignment(a: Spectrum, b: Spectrum) -> Tensor:
@@ -238,15 +246,7 @@ def _comparable(weights: Matrices, space: str, remove_ones: bool, at_least: int 
             f"continuity in {space} space got matrices with {space} sizes {', '.join(map(str, sizes))}; "
             "directions can be compared only within one space, so give matrices of equal size there."
         )
-    return [_without_ones(m) if remove_ones else m for m in matrices]
-
-
-def _without_ones(matrix: Tensor) -> Tensor:
-    """[.., m, n] with the all-ones direction of the last space projected out; what is only rounding becomes 0."""
-    rest = matrix - matrix.mean(-1, keepdim=True)
-    norm = torch.linalg.matrix_norm(rest, keepdim=True)
-    noise = 4 * torch.finfo(matrix.dtype).eps * torch.linalg.matrix_norm(matrix, keepdim=True)
-    return torch.where(norm > noise, rest, 0.0)
+    return [without_ones(m) if remove_ones else m for m in matrices]
 
 
 def _checked(weights: Matrices, at_least: int) -> list[Tensor]:
