@@ -95,7 +95,7 @@ def train(
 
     Raises:
         ValueError: a snapshot outside 0 .. steps.
-        FloatingPointError: the loss is not finite; the message names the step.
+        FloatingPointError: the loss or a gradient is not finite; the message names the step.
     """
     wanted = set(snapshots)
     if wanted and not 0 <= min(wanted) <= max(wanted) <= steps:
@@ -122,13 +122,21 @@ def train(
         value = toy.loss(params, *batch(step - 1), config)
         recent.append(value.item())
         if not math.isfinite(recent[-1]):
-            raise FloatingPointError(f"the loss is {recent[-1]} at step {step} (seed {seed}); lower the learning rate.")
+            raise FloatingPointError(f"the loss is {recent[-1]} at step {step}; lower the learning rate.")
         optimizer.zero_grad()
         value.backward()
+        _need_finite(params.weights.grad, "gradient", step)
         gradient_sum += params.weights.grad
         optimizer.step()
         if step in wanted:
             yield snapshot(step)
+
+
+def _need_finite(tensor: Tensor, what: str, step: int) -> None:
+    if not tensor.isfinite().all():
+        raise FloatingPointError(
+            f"the {what} of the square layers is not finite at step {step}; lower the learning rate."
+        )
 
 
 @torch.no_grad()
@@ -159,11 +167,14 @@ def measure(snapshot: Snapshot, config: toy.ToyConfig, images: Digits, gradient_
 
     `weight_*`, `grad_*` (on the first `gradient_batch` training digits) and `cumulative_*` (the sum of raw gradients,
     absent at step 0) are the scores of `metrics.summary`; `*_no_ones` is without the all-ones direction; `follows` is
-    the |cos| of a layer's leading weight direction and its leading cumulative-gradient direction.
+    the |cos| of a layer's leading weight direction and its leading cumulative-gradient direction. Raises
+    FloatingPointError where weights or gradient are not finite.
     """
     weights, gradient_sum = snapshot.params.weights, snapshot.gradient_sum
     x, y = images.train_x[:gradient_batch], images.train_y[:gradient_batch]
     gradient = weight_gradient(snapshot.params, config, x, y)
+    _need_finite(weights, "weights", snapshot.step)
+    _need_finite(gradient, "gradient", snapshot.step)
     scores = {f"weight_{k}": v for k, v in metrics.summary(weights).items()}
     scores |= {f"grad_{k}": v for k, v in metrics.summary(gradient).items() if k in ("v1", "gram")}
     without = metrics.summary(weights, remove_ones=True)
@@ -179,3 +190,14 @@ def measure(snapshot: Snapshot, config: toy.ToyConfig, images: Digits, gradient_
     numbers["train_loss"] = snapshot.train_loss
     numbers["val_loss"], numbers["val_accuracy"] = evaluate(snapshot.params, config, images.val_x, images.val_y)
     return numbers
+
+
+@torch.no_grad()
+def preactivation_norms(params: toy.Params, config: toy.ToyConfig, x: Tensor) -> Tensor:
+    """|W_l norm(h_l)|, the length of what each layer's activation is given: x [.., B, inputs] -> [.., L, B]."""
+    states = toy.hidden(params, x, config)[:-1]
+    norm = toy.NORMS[config.norm]
+    sizes = [
+        torch.linalg.vector_norm(norm(h) @ w.mT, dim=-1) for h, w in zip(states, params.weights.unbind(-3), strict=True)
+    ]
+    return torch.stack(sizes, dim=-2)
