@@ -119,7 +119,11 @@ def summary(weights: Matrices, k: int = 10, space: str = "input", *, remove_ones
     Keys: "v1", "gram", "overlap", "index_matched", "gap". Raises as the single scores.
     """
     matrices = _comparable(weights, space, remove_ones)
-    spectra, grams = [spectrum(m) for m in matrices], [centred_gram(m) for m in matrices]
+    return summarise([spectrum(m) for m in matrices], [centred_gram(m) for m in matrices], k)
+
+
+def summarise(spectra: Sequence[Spectrum], grams: Sequence[Tensor], k: int = 10) -> dict[str, Tensor]:
+    """`summary` from the decompositions of all layers, for those who need these for more: see `spectrum`."""
     scores = {
         "v1": _over_pairs(spectra, pair_alignment),
         "gram": _over_pairs(grams, pair_gram),
@@ -223,7 +227,7 @@ def _pairwise(weights: Matrices, space: str, remove_ones: bool, prepare: Callabl
     return _over_pairs([prepare(m) for m in _comparable(weights, space, remove_ones)], score)
 
 
-def _over_pairs(prepared: list, score: Callable) -> Tensor:
+def _over_pairs(prepared: Sequence, score: Callable) -> Tensor:
     return torch.stack([score(a, b) for a, b in zip(prepared, prepared[1:], strict=False)], dim=-1)
 
 

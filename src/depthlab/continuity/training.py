@@ -5,6 +5,7 @@ The plain path: one network, `torch.optim`, one batch a step. A stack of network
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -170,22 +171,26 @@ def measure(snapshot: Snapshot, config: toy.ToyConfig, images: Digits, gradient_
     the |cos| of a layer's leading weight direction and its leading cumulative-gradient direction. Raises
     FloatingPointError where weights or gradient are not finite.
     """
-    weights, gradient_sum = snapshot.params.weights, snapshot.gradient_sum
+    weights = snapshot.params.weights
     x, y = images.train_x[:gradient_batch], images.train_y[:gradient_batch]
     gradient = weight_gradient(snapshot.params, config, x, y)
     _need_finite(weights, "weights", snapshot.step)
     _need_finite(gradient, "gradient", snapshot.step)
-    scores = {f"weight_{k}": v for k, v in metrics.summary(weights).items()}
-    scores |= {f"grad_{k}": v for k, v in metrics.summary(gradient).items() if k in ("v1", "gram")}
-    without = metrics.summary(weights, remove_ones=True)
-    scores |= {"weight_v1_no_ones": without["v1"], "weight_gram_no_ones": without["gram"]}
-    scores["grad_v1_no_ones"] = metrics.alignment(gradient, remove_ones=True).mean()
+    spectra = [metrics.spectrum(w) for w in weights]
+    summary = metrics.summarise(spectra, [metrics.centred_gram(w) for w in weights])
+    scores = {f"weight_{name}": value for name, value in summary.items()}
+    scores["grad_v1"] = metrics.alignment(gradient).mean()
+    scores["grad_gram"] = metrics.spectral_alignment(gradient).mean()
+    for name, matrices in (("weight", weights), ("grad", gradient)):
+        scores[f"{name}_v1_no_ones"] = metrics.alignment(matrices, remove_ones=True).mean()
+    scores["weight_gram_no_ones"] = metrics.spectral_alignment(weights, remove_ones=True).mean()
     for norm in ("spectral", "frobenius"):
         scores[f"ratio_{norm}"] = metrics.update_ratio(weights, snapshot.initial, norm).mean()
     if snapshot.step:
-        scores["cumulative_v1"] = metrics.alignment(gradient_sum).mean()
-        leading = [metrics.leading_directions(m) for m in (weights, gradient_sum)]
-        scores["follows"] = (leading[0] * leading[1]).sum(-1).abs().mean()
+        sums = [metrics.spectrum(g) for g in snapshot.gradient_sum]
+        both = [metrics.pair_alignment(a, b) for a, b in zip(spectra, sums, strict=True)]
+        scores["follows"] = torch.stack(both).mean()
+        scores["cumulative_v1"] = torch.stack([metrics.pair_alignment(a, b) for a, b in pairwise(sums)]).mean()
     numbers = {name: float(value) for name, value in scores.items()}
     numbers["train_loss"] = snapshot.train_loss
     numbers["val_loss"], numbers["val_accuracy"] = evaluate(snapshot.params, config, images.val_x, images.val_y)
