@@ -172,8 +172,10 @@ def config_faults(value: Any, where: str = "config") -> list[str]:
         if _MACHINE_PATH.search(value):
             return [f"{where} is {_short(value)}, which looks like a path on one machine; give a name instead."]
         return []
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**63):
         return []
+    if isinstance(value, int):
+        return [f"{where} is {_short(value)}; whole numbers must fit into 64 bits."]
     if isinstance(value, float):
         return [] if math.isfinite(value) else [f"{where} is {value}, which JSON cannot hold; use null or text."]
     return [f"{where} is a {type(value).__name__}; use text, numbers, true, false, null, lists and dicts of these."]
@@ -256,7 +258,7 @@ def _metric_faults(data: dict[str, Any]) -> list[str]:
             if not isinstance(values, list) or len(values) != len(data["seeds"]):
                 found.append(f"{where} is {_short(values)}; give one number for each of {len(data['seeds'])} seeds.")
             else:
-                found += _value_faults(data, variant, where, values)
+                found += _value_faults(data, variant, where, values, data["seeds"])
     return found
 
 
@@ -279,16 +281,14 @@ def _curve_faults(data: dict[str, Any]) -> list[str]:
                 found.append(f"{where}.y must be one list a seed ({len(data['seeds'])}), each as long as x ({len(x)}).")
                 continue
             for i, row in enumerate(y):
-                found += _value_faults(data, variant, f"{where}.y[{i}]", row, seeds=[data["seeds"][i]] * len(row))
+                found += _value_faults(data, variant, f"{where}.y[{i}]", row, [data["seeds"][i]] * len(row))
     return found
 
 
-def _value_faults(
-    data: dict[str, Any], variant: str, where: str, values: list, seeds: list[int] | None = None
-) -> list[str]:
+def _value_faults(data: dict[str, Any], variant: str, where: str, values: list, seeds: list[int]) -> list[str]:
     excused = data["diverged"].get(variant, {})
     found = []
-    for value, seed in zip(values, seeds or data["seeds"], strict=True):
+    for value, seed in zip(values, seeds, strict=True):
         if value is None and str(seed) in excused:
             continue
         fault = number_fault(value)
@@ -323,7 +323,10 @@ def _is_utc(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    shown = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge integer"
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # Python does not write out integers of thousands of digits
+        return f"a {type(value).__name__} too large to show"
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
