@@ -36,6 +36,8 @@ def by_hand(name: str, params: toy.Params, x: torch.Tensor) -> torch.Tensor:
     def normed(h):
         if norm == "layer":
             return (h - h.mean()) / (h.var(unbiased=False) + 1e-5).sqrt()
+        if norm == "clip":
+            return h / max(1.0, float(h.square().mean().sqrt()))
         return h / (h.square().mean() + 1e-5).sqrt() if norm == "rms" else h
 
     def activated(z):
@@ -48,6 +50,8 @@ def by_hand(name: str, params: toy.Params, x: torch.Tensor) -> torch.Tensor:
             "tanh": z.tanh(),
             "radial": z * r.tanh(),
             "radial-unit": z * r.tanh() / r,
+            "clip": z / max(1.0, float(r) / 24**0.5 / 0.25),
+            "shrink": z.sign() * (z.abs() - 0.1).clamp_min(0),
         }[act]
 
     logits = []
@@ -86,14 +90,14 @@ def test_loss_is_the_mean_cross_entropy():
     torch.testing.assert_close(toy.loss(draw(config), pixels(), labels, config), expected)
 
 
-@pytest.mark.parametrize("name", ["none", "radial", "radial-unit"])
+@pytest.mark.parametrize("name", ["none", "radial", "radial-unit", "clip"])
 def test_rotations_commute_with_the_radial_activations(name):
     act, turn = toy.ACTIVATIONS[name], rotation(24)
     x = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(act(x @ turn.T), act(x) @ turn.T)
 
 
-@pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh"])
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh", "shrink"])
 def test_rotations_do_not_commute_with_elementwise_activations(name):
     act, turn = toy.ACTIVATIONS[name], rotation(24)
     x = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -106,6 +110,15 @@ def test_radial_is_nearly_the_identity_at_ordinary_norms_and_radial_unit_is_boun
     torch.testing.assert_close(toy.radial(x), x * math.tanh(3.0))
     assert math.tanh(3.0) > 0.995
     assert toy.radial_unit(100 * x).norm(dim=-1).max() <= 1 + 1e-12
+
+
+def test_clip_is_the_identity_up_to_its_bound_and_bounded_beyond():
+    x = torch.randn(50, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = x / x.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(toy.clip(0.99 * x), 0.99 * x, rtol=0, atol=0)
+    torch.testing.assert_close(toy.clip(7 * x), x)
+    assert toy.clip(torch.zeros(2, 24, requires_grad=True)).sum().backward() is None
+    assert toy.ACTIVATIONS["clip"](7 * x).square().mean(-1).sqrt().max() <= 0.25 + 1e-12
 
 
 @pytest.mark.parametrize("name", ["radial", "radial-unit"])

@@ -30,6 +30,19 @@ def radial_unit(x: Tensor) -> Tensor:
     return x * (torch.tanh(length) / length)
 
 
+def clip(x: Tensor, rms: float = 1.0) -> Tensor:
+    """x, shortened to root mean square `rms` where it is longer; any rotation commutes with it.
+
+    Bounded as a norm layer's output is, but the identity below the bound.
+    """
+    length = x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).sqrt()
+    return x * (rms / length).clamp_max(1.0)
+
+
+# The bound on a layer's increment, in the same units: at width 256 a norm of 4, just above the increments at g = 0.32.
+_INCREMENT_RMS = 0.25
+_SHRINK = 0.1  # half the size of a typical pre-activation at g = 0.32, so that "shrink" is far from linear
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,
@@ -38,12 +51,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "radial": radial,
     "radial-unit": radial_unit,
+    "clip": lambda x: clip(x, _INCREMENT_RMS),
+    "shrink": lambda x: F.softshrink(x, _SHRINK),  # elementwise, odd, unbounded
 }
 
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "layer": lambda x: F.layer_norm(x, x.shape[-1:], eps=_NORM_EPS),
     "rms": lambda x: F.rms_norm(x, x.shape[-1:], eps=_NORM_EPS),
+    "clip": clip,  # bounds what a layer reads, to the length that "rms" gives it
 }
 
 
@@ -93,6 +109,9 @@ VARIANTS: dict[str, ToyConfig] = {
     "res-radial": ToyConfig("radial"),
     "res-radial-unit": ToyConfig("radial-unit"),
     "res-none-rms": ToyConfig("none", norm="rms"),
+    "res-none-clip": ToyConfig("none", norm="clip"),
+    "res-clip": ToyConfig("clip"),
+    "res-shrink": ToyConfig("shrink"),
     "res-none-ln": ToyConfig("none", norm="layer"),
     "res-relu-ln": ToyConfig("relu", norm="layer"),
     "res-gelu-ln": ToyConfig("gelu", norm="layer"),
