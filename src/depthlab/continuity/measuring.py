@@ -1,0 +1,95 @@
+"""What is measured on a stack of networks at one moment: the scores of `metrics`, for all of them at once.
+
+The scores come from `leading_spectrum` instead of a full SVD of every matrix; a test compares both. All results are
+[N], means over neighbouring pairs or over layers, and NaN for a network that is not finite any more.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from depthlab.continuity import metrics, toy, training
+from depthlab.continuity.batched import Stack
+from depthlab.continuity.leading import leading_spectrum, opposite
+from depthlab.continuity.metrics import Spectrum
+
+SUBSPACE = 10  # the k of the overlaps, as in `metrics.subspace_overlap`
+
+
+def measure(stack: Stack, gradient_batch: int = 1024) -> dict[str, Tensor]:
+    """The numbers of `training.measure` but `weight_index_matched` (see there) and `train_loss`; and, beside them,
+
+    `weight_u1`, `grad_u1` (output space), `weight_v1_in_span` (share of a leading direction in the span of its
+    neighbour's ten) and `grad_gram`.
+    """
+    alive = stack.alive()
+    params = toy.Params(*(p[alive] for p in stack.params))
+    weights, initial = params.weights, stack.initial[alive]
+    config, images = stack.config, stack.images
+    fixed = images.train_x[:gradient_batch], images.train_y[:gradient_batch]
+    gradient = training.weight_gradient(params, config, *fixed)
+    found, slope = leading_spectrum(weights, SUBSPACE), leading_spectrum(gradient, 1)
+    scores = {f"weight_{name}": value for name, value in subspace_scores(found).items()}
+    scores["weight_u1"] = _v1(opposite(weights, found))
+    scores["weight_v1_no_ones"] = _v1(leading_spectrum(metrics.without_ones(weights), 1))
+    scores["grad_v1"], scores["grad_u1"] = _v1(slope), _v1(opposite(gradient, slope))
+    scores["grad_v1_no_ones"] = _v1(leading_spectrum(metrics.without_ones(gradient), 1))
+    scores["weight_gram"] = metrics.spectral_alignment(weights).mean(-1)
+    scores["weight_gram_no_ones"] = metrics.spectral_alignment(weights, remove_ones=True).mean(-1)
+    scores["grad_gram"] = metrics.spectral_alignment(gradient).mean(-1)
+    change = weights - initial
+    largest = leading_spectrum(change, 1).values / leading_spectrum(initial, 1).values
+    scores["ratio_spectral"] = largest.squeeze(-1).mean(-1)
+    scores["ratio_frobenius"] = metrics.update_ratio(weights, initial, "frobenius").mean(-1)
+    if stack.step and stack.gradient_sum is not None:
+        total = leading_spectrum(stack.gradient_sum[alive], 1)
+        scores["cumulative_v1"] = _v1(total)
+        scores["follows"] = metrics.pair_alignment(found, total).mean(-1)
+    scores["val_loss"], scores["val_accuracy"] = training.evaluate_each(params, config, images.val_x, images.val_y)
+    return {name: spread(value, alive) for name, value in scores.items()}
+
+
+def subspace_scores(found: Spectrum) -> dict[str, Tensor]:
+    """Scores of the weights' leading directions [.., L, k] that need no more than these, each [..]."""
+    left, right = pairs(found)
+    spans = (in_span(left, right) + in_span(right, left)) / 2
+    return {
+        "v1": _v1(found),
+        "overlap": metrics.pair_overlap(left, right, found.values.shape[-1]).mean(-1),
+        "v1_in_span": spans.mean(-1),
+        "gap": metrics.gap(found.values).mean(-1),
+    }
+
+
+def index_matched(stack: Stack, threads: int = 1) -> Tensor:
+    """`metrics.index_matched_alignment` of every network: a full SVD of every matrix, on the CPU, [N]."""
+    alive = stack.alive()
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(metrics.index_matched_alignment, stack.params.weights[alive].cpu().unbind(0)))
+    return spread(torch.stack([score.mean() for score in found]) if found else torch.empty(0), alive.cpu())
+
+
+def pairs(found: Spectrum) -> tuple[Spectrum, Spectrum]:
+    """Spectra of all layers [.., L, k] as neighbours: those of layers 1 .. L-1 and those of layers 2 .. L."""
+    lower = Spectrum(found.values[..., :-1, :], found.directions[..., :-1, :, :])
+    return lower, Spectrum(found.values[..., 1:, :], found.directions[..., 1:, :, :])
+
+
+def in_span(inner: Spectrum, outer: Spectrum) -> Tensor:
+    """The share (a squared cosine) of the leading direction of `inner` inside the span of all of `outer`: [..].
+
+    Chance k / d. It is the largest squared |cos| that turning `outer` within its own span could reach.
+    """
+    return (outer.directions.mT @ inner.directions[..., :1]).square().sum((-2, -1)).clamp(max=1.0)
+
+
+def spread(values: Tensor, alive: Tensor) -> Tensor:
+    """The values of the networks that are alive at their places among all, NaN elsewhere: float64 [N]."""
+    out = torch.full(alive.shape, torch.nan, dtype=torch.float64, device=values.device)
+    out[alive.to(values.device)] = values.double()
+    return out
+
+
+def _v1(found: Spectrum) -> Tensor:
+    return metrics.pair_alignment(*pairs(found)).mean(-1)
