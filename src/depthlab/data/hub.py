@@ -46,7 +46,7 @@ def hub_text(
     """
     datasets = _import("datasets")
     path = Path(source).expanduser()
-    if os.path.exists(path):
+    if str(source) and os.path.exists(path):
         where, pinned = path, {}
     else:
         repo = _checked_id(source, revision)
