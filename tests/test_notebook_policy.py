@@ -252,6 +252,7 @@ BAD = {
         replaced(5, "dl.check", "# NBVAL_IGNORE_OUTPUT\ndl.check"),
     ],
     "shown_is_checked": [_tagged(5, "nbval-ignore-output"), replaced(5, "dl.check(", "print(")],
+    "exercises_stand_alone": [replaced(9, "gate * step", "gate * step * a_scale"), replaced(10, "1,", "ratio,")],
     "records_exist": [
         replaced(5, "dl.check", "dl.runs.load('no-such-record'); dl.check"),
         replaced(6, "The paper", "See `data/results/no-such-record.json`. The paper"),

@@ -5,6 +5,7 @@ Reading needs only the standard library; executing needs the extra ``depthlab[no
 
 from depthlab.nbtools.document import find, normalise, read, write
 from depthlab.nbtools.execute import KERNEL_ENV, check, run
+from depthlab.nbtools.exercises import student_copy, write_exercises
 from depthlab.nbtools.headers import Header, header, readme_table, sync_colab, write_readme_table
 from depthlab.nbtools.session import Start, start
 
@@ -20,7 +21,9 @@ __all__ = [
     "readme_table",
     "run",
     "start",
+    "student_copy",
     "sync_colab",
     "write",
+    "write_exercises",
     "write_readme_table",
 ]

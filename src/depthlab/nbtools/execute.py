@@ -143,7 +143,7 @@ def nbval_flags(folder: str | Path, cell_timeout: float = CELL_TIMEOUT) -> list[
     """The strict comparison, as `make test` runs it: every untagged cell must print what is committed."""
     flags = ["-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={cell_timeout:g}"]
     if (rules := Path(folder) / SANITIZE).exists():
-        flags += ["--nbval-sanitize-with", str(rules)]
+        flags.append(f"--nbval-sanitize-with={rules}")
     return [*flags, "-n", "2", "--dist", "loadscope"]
 
 

@@ -40,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     rules_code.no_workers_with_cell_classes,
     rules_code.tags_are_known,
     rules_code.shown_is_checked,
+    rules_code.exercises_stand_alone,
     rules_code.records_exist,
     rules_outputs.executed_in_order,
     rules_outputs.kernel_is_python3,

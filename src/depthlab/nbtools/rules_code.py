@@ -1,6 +1,7 @@
 """Rules for the code cells: plain Python, one seeded start, show cells followed by check cells, records that exist."""
 
 import ast
+import builtins
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -9,6 +10,7 @@ from depthlab.nbtools.document import (
     EXERCISE_CHECK,
     SHOW,
     SOLUTION,
+    Cell,
     Notebook,
     calls,
     code_cells,
@@ -101,6 +103,28 @@ def shown_is_checked(notebook: Notebook, path: Path) -> list[str]:
         if SHOW in tags(cell)
         and (after is None or SHOW in tags(after) or not any(name_of(call) == "check" for call in calls(after)))
     ]
+
+
+def exercises_stand_alone(notebook: Notebook, path: Path) -> list[str]:
+    """So a student can begin with them, and a test can run them in seconds."""
+    code = code_cells(notebook)
+    found, known = [], set(dir(builtins)) | (_bound(code[0]) if code else set())
+    for cell in code:
+        if {SOLUTION, EXERCISE_CHECK} & set(tags(cell)):
+            known |= _bound(cell)
+            used = {node.id for node in nodes(cell) if isinstance(node, ast.Name)} - known
+            if used:
+                found.append(f"{cell['id']} uses {', '.join(sorted(used))}; an exercise needs the first code cell only")
+    return found
+
+
+def _bound(cell: Cell) -> set[str]:
+    """Every name that a cell gives a meaning to, at any depth."""
+    names = {node.id for node in nodes(cell) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.name for node in nodes(cell) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.arg for node in nodes(cell) if isinstance(node, ast.arg)}
+    imported = [node for node in nodes(cell) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return names | {(alias.asname or alias.name).split(".")[0] for node in imported for alias in node.names}
 
 
 def records_exist(notebook: Notebook, path: Path) -> list[str]:
