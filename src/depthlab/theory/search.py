@@ -11,7 +11,8 @@ from torch import Generator, Tensor
 
 from depthlab.theory.norm_bound import carry, interpolate, norm_ratio, unit_roundoff
 
-SCHEMES = ("mgr", "mgr-per-channel", "prenorm", "hc", "mhc", "attnres", "attnres-block")
+# "attnres-block-sums" reads as "attnres-block" does, but is measured against the block sums.
+SCHEMES = ("mgr", "mgr-per-channel", "prenorm", "hc", "mhc", "attnres", "attnres-block", "attnres-block-sums")
 N_BLOCKS = 8  # Block AttnRes attends over the sums of 8 blocks of layers
 HC_REACH = 0.3  # HC's mixing entries are free; the search keeps them within +-0.3, row sums of 1.2 for 4 streams
 
@@ -42,6 +43,7 @@ def draw_logits(scheme: str, restarts: int, n_layers: int, n_streams: int, width
         "mhc": (2 * n_streams,),
         "attnres": (n_layers + 1,),
         "attnres-block": (N_BLOCKS + 1,),
+        "attnres-block-sums": (N_BLOCKS + 1,),
     }
     if scheme not in shapes:
         raise ValueError(f"Unknown scheme {scheme!r}; use one of {', '.join(SCHEMES)}.")
@@ -89,6 +91,16 @@ def block_sums(terms: Tensor, n_layers: int) -> Tensor:
     return torch.stack([terms[..., 0, :], *sums], dim=-2)
 
 
+def search_ratio(scheme: str, terms: Tensor, logits: Tensor, n_streams: int) -> Tensor:
+    """[..] `norm_ratio` of what a scheme produces to what its bound names: the terms, or all block sums on the way."""
+    reached = run_scheme(scheme, terms, logits, n_streams)
+    if scheme != "attnres-block-sums":
+        return norm_ratio(reached, terms)
+    depth = terms.shape[-2] - 1
+    sums = torch.cat([block_sums(terms[..., : layer + 2, :], depth) for layer in range(depth)], dim=-2)
+    return norm_ratio(reached, sums)
+
+
 def _coefficients(scheme: str, raw: Tensor) -> tuple[Tensor, Tensor]:
     """(mix [.., n, n], write [.., n]) of one layer."""
     if scheme == "prenorm":
@@ -108,7 +120,7 @@ def random_search(scheme: str, tries: int, n_layers: int, n_streams: int, width:
     """[tries] norm ratios of random inputs and coefficients; the bound says that all are at most 1."""
     terms = draw_terms(tries, n_layers, width, generator)
     logits = draw_logits(scheme, tries, n_layers, n_streams, width, generator)
-    return norm_ratio(run_scheme(scheme, terms, logits, n_streams), terms)
+    return search_ratio(scheme, terms, logits, n_streams)
 
 
 def gradient_ascent(
@@ -120,13 +132,32 @@ def gradient_ascent(
     climber = torch.optim.Adam([terms, logits], lr=0.1, maximize=True)
     history = []
     for step in range(steps + 1):
-        ratio = norm_ratio(run_scheme(scheme, terms, logits, n_streams), terms)
+        ratio = search_ratio(scheme, terms, logits, n_streams)
         history.append(ratio.detach())
         if step < steps:
             climber.zero_grad()
             ratio.log().sum().backward()
             climber.step()
     return torch.stack(history)
+
+
+def random_rounding(
+    n_layers: int, arithmetic: torch.dtype, storage: torch.dtype, tries: int, width: int, generator: Generator
+) -> Tensor:
+    """[n_layers] largest norm ratio over `tries` random chains after each layer: equal norms, all updates near x_0.
+
+    Near equality is where the exact bound leaves no room, so where rounding could show.
+    """
+    first = torch.randn(tries, width, generator=generator, dtype=torch.float64).to(storage)
+    stream, largest, ratios = first, first.double().norm(dim=-1), []
+    for _ in range(n_layers):
+        spacings = 4 * unit_roundoff(storage) * torch.randn(tries, width, generator=generator, dtype=torch.float64)
+        update = (first.double() * (1 + spacings)).to(storage)
+        beta = torch.rand(tries, 1, generator=generator, dtype=torch.float64).to(arithmetic)
+        stream = interpolate(stream.to(arithmetic), update.to(arithmetic), beta).to(storage)
+        largest = torch.maximum(largest, update.double().norm(dim=-1))
+        ratios.append((stream.double().norm(dim=-1) / largest).amax())
+    return torch.stack(ratios)
 
 
 def rounding_ratchet(
