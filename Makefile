@@ -12,8 +12,6 @@ INSTALLED := .venv/.installed
 WITHIN := $(BIN)/python .ci/within.py
 # Two workers on two cores: more threads inside each would only fight.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-NBVAL := -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with notebooks/nbval.cfg \
-         -n 2 --dist loadscope notebooks
 
 .PHONY: run test lint policy unit notebooks notebooks-elsewhere lab clean install
 
@@ -35,12 +33,12 @@ unit: install
 	$(ONE_THREAD) $(WITHIN) 720 "unit tests" $(BIN)/python -m pytest -q -n 2 --dist worksteal tests
 
 notebooks: install
-	$(ONE_THREAD) $(WITHIN) 480 "notebooks" $(BIN)/python $(NBVAL)
+	$(ONE_THREAD) $(WITHIN) 480 "notebooks" $(BIN)/python -m depthlab notebooks check
 
 # Another processor's arithmetic and another thread count: what passes only on the first machine fails here.
 notebooks-elsewhere: install
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2 OMP_NUM_THREADS=2 MKL_NUM_THREADS=2 \
-	$(WITHIN) 840 "notebooks, as another machine" $(BIN)/python $(NBVAL)
+	$(WITHIN) 840 "notebooks, as another machine" $(BIN)/python -m depthlab notebooks check
 
 lab: install
 	$(BIN)/jupyter lab notebooks
