@@ -25,7 +25,6 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 PLACES = {"depthlab": "src/depthlab", "depthlab.kernels": "kernels", "depthlab.bundles": "data"}
 PARTS_OF_WHEEL = ["src", "kernels", "data", "pyproject.toml", "README.md", "LICENSE"]
 ENVIRONMENT_EXTRAS = ("notebooks", "data", "dev")  # what environment.yml installs beside the core
-LINUX_MARKERS = ("sys_platform == 'linux'", "platform_system == 'Linux'")
 
 
 # --- the wheel

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from depthlab.bundles import build_bundles
 from hypothesis import given
 from hypothesis import strategies as st
 
 from depthlab import data
+from depthlab.bundles import build_bundles
 from depthlab.data import digits, files, texts
 
 BUNDLES = Path(__file__).parents[2] / "data"

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from depthlab.bundles import build_bundles
 
 from depthlab import data
+from depthlab.bundles import build_bundles
 from depthlab.data import digits
 
 COUNTS = {"train": 60, "test": 20}

@@ -178,7 +178,7 @@ def download() -> None:
                     for name in OFFICIAL:
                         read_official(raw / name, name, "the mirror is at fault")
                 except Exception as error:  # urllib, http, ssl, gzip: whatever it was, the next mirror may do
-                    failures.append(gist(error))
+                    failures.append(gist(error, last_line=True))
                     continue
                 for name in OFFICIAL:
                     os.replace(raw / name, target / name)

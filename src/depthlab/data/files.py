@@ -84,7 +84,9 @@ def cache_dir() -> Path:
     return base / "depthlab"
 
 
-def gist(error: BaseException) -> str:
-    """What an exception says, short enough to stand inside a sentence."""
+def gist(error: BaseException, last_line: bool = False) -> str:
+    """What an exception says, short enough to stand inside a sentence; of a report of many lines perhaps the last."""
     text = getattr(error, "strerror", None) or str(getattr(error, "reason", "")) or str(error) or type(error).__name__
+    if last_line:
+        text = text.strip().split("\n")[-1]
     return textwrap.shorten(text, 120, placeholder=" ...").rstrip(".;")
