@@ -16,6 +16,12 @@ def _zeros(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
 
+def _mean_weights(streams: Tensor) -> Tensor:
+    """1/n for each of the n streams [.., n, C], as exact as the streams allow."""
+    n, dtype = streams.shape[-2], torch.promote_types(streams.dtype, torch.float32)
+    return torch.full((n,), 1 / n, dtype=dtype, device=streams.device)
+
+
 class _HyperLayer(nn.Module):
     """One sublayer's static coefficients, and the weights of their token-dependent parts."""
 
@@ -63,7 +69,7 @@ class HyperConnections(Residual):
 
     def read_weights(self, layer: int, state: State) -> Tensor:
         if layer == self.n_sublayers:
-            return torch.full((self.n_streams,), 1 / self.n_streams, device=state.streams.device)
+            return _mean_weights(state.streams)
         own = self.residual_layers[layer]
         return own.static_read + own.read_mix_scale * torch.tanh(self._normed(state) @ own.dynamic_read)
 
@@ -149,7 +155,7 @@ class MHCLite(Residual):
 
     def read_weights(self, layer: int, state: State) -> Tensor:
         if layer == self.n_sublayers:
-            return torch.full((self.n_streams,), 1 / self.n_streams, device=state.streams.device)
+            return _mean_weights(state.streams)
         own = self.residual_layers[layer]
         return torch.sigmoid(own.read_scale * (self._normed(state) @ own.read_weight) + own.read_bias)
 

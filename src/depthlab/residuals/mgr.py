@@ -35,7 +35,7 @@ class MultiGateResidual(Residual):
     are read, so none does for n = 1. w and q start at zero, b at `depthlab.theory.gate_bias` of the L - (n - 1) mixing
     layers.
 
-    The state holds streams [.., k, C], k = 1 .. n, and which of the n slots each one fills: x_0 fills slot 0, sublayer l
+    The state holds streams [.., k, C], k = 1 .. n, and which of the n slots each one fills: x_0 slot 0, sublayer l
     slot l + 1. A pruned accumulation layer leaves its slot empty; the other streams keep their own biases.
 
     Source: arXiv 2605.23259; the equations in code: `depthlab.kernels.mgr.reference`.

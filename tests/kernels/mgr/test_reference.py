@@ -222,7 +222,7 @@ def worst_error(truth, make_inputs, gate, normalize, n, width, dtype, eps=1e-6):
 
     The tolerance is 128 u times the largest value of the tensor: a logit is a sum of C products and reaches 10, softmax
     and sigmoid pass its absolute error on as a relative one, and a gradient goes through two of them. Measured: up to
-    27 u in float32 and 55 u in float64, where numpy rounds as much as torch. The mildest wrong variant is a million u off.
+    27 u in float32 and 55 u in float64, where numpy rounds as much as torch. The mildest wrong variant: a million u.
     """
     inputs = make_inputs(6, n, width, gate, dtype)
     leaves = [x.clone().requires_grad_() for x in inputs]
