@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from depthlab import data
-from depthlab.continuity import metrics, toy
+from depthlab.continuity import metrics, optimizers, toy
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of all MNIST training pixels in [0, 1]
 _SPLIT_SEED = 0  # the split is one and the same for all runs
@@ -90,12 +90,15 @@ def train(
     steps: int,
     learning_rate: float = 1e-3,
     batch_size: int = 16,
+    optimizer: str = "adam",
     snapshots: Iterable[int] = (),
 ) -> Iterator[Snapshot]:
-    """Train with Adam and yield a `Snapshot` at each step of `snapshots` (0 is before any update; `steps` the end).
+    """Train and yield a `Snapshot` at each step of `snapshots` (0 is before any update; `steps` the end).
+
+    `optimizer` is one of `optimizers.NAMES`.
 
     Raises:
-        ValueError: a snapshot outside 0 .. steps.
+        ValueError: a snapshot outside 0 .. steps, an unknown optimizer.
         FloatingPointError: the loss or a gradient is not finite; the message names the step.
     """
     wanted = set(snapshots)
@@ -103,7 +106,7 @@ def train(
         raise ValueError(f"train got snapshots from {min(wanted)} to {max(wanted)}; give steps between 0 and {steps}.")
     params, order = start(config, len(images.train_y), batch_size, steps, seed, images.train_x.dtype)
     params = toy.Params(*(p.requires_grad_() for p in params))
-    optimizer = torch.optim.Adam(list(params), lr=learning_rate, fused=True)
+    updaters = optimizers.build(optimizer, [(params, learning_rate)])
     initial = params.weights.detach().clone()
     gradient_sum = torch.zeros_like(initial)
     recent: list[float] = []
@@ -124,11 +127,13 @@ def train(
         recent.append(value.item())
         if not math.isfinite(recent[-1]):
             raise FloatingPointError(f"the loss is {recent[-1]} at step {step}; lower the learning rate.")
-        optimizer.zero_grad()
+        for updater in updaters:
+            updater.zero_grad()
         value.backward()
         _need_finite(params.weights.grad, "gradient", step)
         gradient_sum += params.weights.grad
-        optimizer.step()
+        for updater in updaters:
+            updater.step()
         if step in wanted:
             yield snapshot(step)
 
@@ -140,12 +145,17 @@ def _need_finite(tensor: Tensor, what: str, step: int) -> None:
         )
 
 
-@torch.no_grad()
 def evaluate(params: toy.Params, config: toy.ToyConfig, x: Tensor, labels: Tensor) -> tuple[float, float]:
     """(mean cross-entropy, share of right answers) of one network on x [N, 784], labels [N]."""
-    logits = toy.forward(params, x, config)
-    value = torch.nn.functional.cross_entropy(logits, labels)
-    return float(value), float((logits.argmax(-1) == labels).double().mean())
+    value, accuracy = evaluate_each(params, config, x, labels)
+    return float(value), float(accuracy)
+
+
+@torch.no_grad()
+def evaluate_each(params: toy.Params, config: toy.ToyConfig, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of every network of a stack: each [..], on x [N, 784], labels [N]."""
+    right = toy.forward(params, x, config).argmax(-1) == labels
+    return toy.loss(params, x, labels, config), right.double().mean(-1)
 
 
 def weight_gradient(params: toy.Params, config: toy.ToyConfig, x: Tensor, labels: Tensor) -> Tensor:
