@@ -48,15 +48,12 @@ class Stack:
         batch_size: int = 16,
         device: str | torch.device = "cpu",
         gradient_sum: bool = True,
-        after_step: Callable[["Stack"], None] | None = None,
     ) -> None:
         """The beginning of a run; `images` decides the dtype.
 
         Args:
             config: the wiring; its `init_scale` is replaced by each net's own.
             steps: the most steps that `advance` may reach.
-            after_step: called after each update; changes `params` in place and must be capturable: tensor operations
-                on the device, no decision in Python.
         """
         if not nets:
             raise ValueError("Stack got no networks; give at least one Net.")
@@ -74,7 +71,7 @@ class Stack:
         self.initial = self.params.weights.clone()
         self.gradient_sum = torch.zeros_like(self.initial) if gradient_sum else None
         self.losses = torch.full((len(nets), steps), torch.nan, dtype=self.initial.dtype, device=device)
-        self.step, self.after_step = 0, after_step
+        self.step = 0
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # `step` on the device, which a captured step reads
         # Neighbours of equal rate are updated together, as slices of the stacked tensors.
         runs = [(rate, list(run)) for rate, run in groupby(range(len(nets)), key=lambda i: nets[i].rate)]
@@ -84,7 +81,16 @@ class Stack:
         groups = [(views, rate) for views, (rate, _) in zip(self._views, runs, strict=True)]
         self._optimizers = optimizers.build(optimizer, groups, capturable=cuda)
         self._stream = torch.cuda.Stream(self.initial.device) if cuda else None
+        self.intervene(None)
+
+    def intervene(self, after_step: Callable[["Stack"], None] | None) -> None:
+        """From now on call `after_step` after each update.
+
+        It changes `params` in place and must be capturable: tensor operations on the device, no decision in Python.
+        """
+        self._after_step = after_step
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._eager_until = self.step + _EAGER_STEPS
 
     def advance(self, to: int) -> None:
         """Train until `to` steps are done. Raises ValueError where that is in the past or beyond `steps`."""
@@ -93,7 +99,7 @@ class Stack:
         while self.step < to:
             if self._stream is None:
                 self._one_step()
-            elif self._graph is None and self.step < _EAGER_STEPS:
+            elif self.step < self._eager_until:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     self._one_step()
@@ -119,8 +125,8 @@ class Stack:
             optimizer.step()
         if self.gradient_sum is not None:
             self.gradient_sum += gradients[toy.Params._fields.index("weights")]
-        if self.after_step is not None:
-            self.after_step(self)
+        if self._after_step is not None:
+            self._after_step(self)
         self.at += 1
 
     def diverged_at(self) -> list[int | None]:
@@ -130,8 +136,9 @@ class Stack:
         return [int(step) if any_bad else None for step, any_bad in zip(first, bad.any(1), strict=True)]
 
     def alive(self) -> Tensor:
-        """Which networks are finite now, in every parameter: bool [N]."""
-        return torch.stack([p.flatten(1).isfinite().all(1) for p in self.params]).all(0)
+        """Which networks are finite now, in every parameter and in the gradient sum: bool [N]."""
+        tensors = [*self.params] if self.gradient_sum is None else [*self.params, self.gradient_sum]
+        return torch.stack([t.flatten(1).isfinite().all(1) for t in tensors]).all(0)
 
     def at_points(self, points: Sequence[int]) -> Iterator[int]:
         """Advance to each of the steps `points` in turn and yield it."""

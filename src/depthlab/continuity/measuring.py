@@ -23,12 +23,13 @@ def measure(stack: Stack, gradient_batch: int = 1024) -> dict[str, Tensor]:
     `weight_u1`, `grad_u1` (output space), `weight_v1_in_span` (share of a leading direction in the span of its
     neighbour's ten) and `grad_gram`.
     """
-    alive = stack.alive()
-    params = toy.Params(*(p[alive] for p in stack.params))
-    weights, initial = params.weights, stack.initial[alive]
+    params, alive = finite(stack)
+    weights, initial = params.weights, stack.initial
     config, images = stack.config, stack.images
     fixed = images.train_x[:gradient_batch], images.train_y[:gradient_batch]
     gradient = training.weight_gradient(params, config, *fixed)
+    alive = alive & gradient.flatten(1).isfinite().all(1)  # finite parameters can be large enough to overflow it
+    gradient = torch.where(alive.view(-1, 1, 1, 1), gradient, 0.0)
     found, slope = leading_spectrum(weights, SUBSPACE), leading_spectrum(gradient, 1)
     scores = {f"weight_{name}": value for name, value in subspace_scores(found).items()}
     scores["weight_u1"] = _v1(opposite(weights, found))
@@ -43,11 +44,11 @@ def measure(stack: Stack, gradient_batch: int = 1024) -> dict[str, Tensor]:
     scores["ratio_spectral"] = largest.squeeze(-1).mean(-1)
     scores["ratio_frobenius"] = metrics.update_ratio(weights, initial, "frobenius").mean(-1)
     if stack.step and stack.gradient_sum is not None:
-        total = leading_spectrum(stack.gradient_sum[alive], 1)
+        total = leading_spectrum(torch.where(alive.view(-1, 1, 1, 1), stack.gradient_sum, 0.0), 1)
         scores["cumulative_v1"] = _v1(total)
         scores["follows"] = metrics.pair_alignment(found, total).mean(-1)
     scores["val_loss"], scores["val_accuracy"] = training.evaluate_each(params, config, images.val_x, images.val_y)
-    return {name: spread(value, alive) for name, value in scores.items()}
+    return {name: only(alive, values) for name, values in scores.items()}
 
 
 def subspace_scores(found: Spectrum) -> dict[str, Tensor]:
@@ -64,10 +65,10 @@ def subspace_scores(found: Spectrum) -> dict[str, Tensor]:
 
 def index_matched(stack: Stack, threads: int = 1) -> Tensor:
     """`metrics.index_matched_alignment` of every network: a full SVD of every matrix, on the CPU, [N]."""
-    alive = stack.alive()
+    params, alive = finite(stack)
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(metrics.index_matched_alignment, stack.params.weights[alive].cpu().unbind(0)))
-    return spread(torch.stack([score.mean() for score in found]) if found else torch.empty(0), alive.cpu())
+        found = list(pool.map(metrics.index_matched_alignment, params.weights.cpu().unbind(0)))
+    return only(alive, torch.stack([score.mean() for score in found]))
 
 
 def pairs(found: Spectrum) -> tuple[Spectrum, Spectrum]:
@@ -84,11 +85,15 @@ def in_span(inner: Spectrum, outer: Spectrum) -> Tensor:
     return (outer.directions.mT @ inner.directions[..., :1]).square().sum((-2, -1)).clamp(max=1.0)
 
 
-def spread(values: Tensor, alive: Tensor) -> Tensor:
-    """The values of the networks that are alive at their places among all, NaN elsewhere: float64 [N]."""
-    out = torch.full(alive.shape, torch.nan, dtype=torch.float64, device=values.device)
-    out[alive.to(values.device)] = values.double()
-    return out
+def finite(stack: Stack) -> tuple[toy.Params, Tensor]:
+    """The parameters with those of networks not finite any more set to 0, and which are finite: bool [N]."""
+    alive = stack.alive()
+    return toy.Params(*(torch.where(alive.view(-1, *[1] * (p.ndim - 1)), p, 0.0) for p in stack.params)), alive
+
+
+def only(alive: Tensor, values: Tensor) -> Tensor:
+    """The values [N] in float64 on the CPU, NaN where a network is not alive."""
+    return torch.where(alive.cpu(), values.double().cpu(), torch.nan)
 
 
 def _v1(found: Spectrum) -> Tensor:
