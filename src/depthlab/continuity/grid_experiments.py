@@ -1,0 +1,237 @@
+"""The whole grid of toy networks: wiring x optimizer x initial scale, ten seeds each.
+
+Learning rates are chosen by training loss and stability alone (`choose_rates`), from one list of five for each
+optimizer, whatever the wiring and the scale; continuity is never looked at. The seeds that choose are among those that
+are recorded. The other settings are those of `experiments`, which were picked because in the linear residual network
+continuity forms and then falls there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthlab.continuity import measuring, toy, training
+from depthlab.continuity.batched import Net, Stack
+from depthlab.continuity.experiments import closing_metrics
+from depthlab.runs import Cell, Curve, Experiment, Result, grid
+
+SEEDS = tuple(range(10))
+SCALES = (0.05, 0.1, 0.32, 0.577)
+# Without the residual connection a signal passes 16 layers only at scales near 1; below 0.3 nothing is left to train.
+NO_RESIDUAL_SCALES = (0.32, 0.577, 1.0, 1.414)
+NETWORKS = (
+    "res-none",  # linear; the reference of all that follows
+    "res-relu",
+    "res-radial-unit",  # rotations commute, bounded increment
+    "res-none-rms",  # rotations commute, every layer reads a vector of fixed length
+    "res-gelu",
+    "res-silu",
+    "res-tanh",  # elementwise, bounded, odd
+    "res-shrink",  # elementwise, unbounded, odd: no positive mean
+    "res-radial",  # rotations commute, nearly the identity
+    "res-clip",  # rotations commute, bounded increment, linear below the bound
+    "res-none-clip",  # rotations commute, bounded input, linear below the bound
+    "res-none-ln",
+    "res-relu-ln",
+    "no-res-tanh",
+    "no-res-relu",
+)
+RATES = {
+    "adam": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "sgd": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "muon": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+    "adam-beta2-0": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+}
+CURVES_SCALE = 0.32  # the scale whose curves are recorded: all of Adam's, two of the others'
+CURVES = (
+    "weight_v1",
+    "weight_gram",
+    "weight_overlap",
+    "weight_v1_in_span",
+    "weight_gap",
+    "grad_v1",
+    "cumulative_v1",
+    "follows",
+    "ratio_spectral",
+    "ratio_frobenius",
+    "train_loss",
+)
+
+
+def continuity_grid() -> Experiment:
+    """15 wirings x 4 optimizers, each cell with four initial scales and ten seeds in one stack."""
+    config = {
+        "seeds": list(SEEDS),
+        "choosing_seeds": list(SEEDS[:3]),
+        "steps": 3000,
+        "choosing_steps": 3000,
+        "rates": {name: list(rates) for name, rates in RATES.items()},
+        "scales": list(SCALES),
+        "no_residual_scales": list(NO_RESIDUAL_SCALES),
+        "points": 20,
+        "batch_size": 16,
+        "train_size": 8000,
+        "gradient_batch": 1024,
+        "width": 256,
+        "depth": 16,
+    }
+    claims = tuple(f"GC-{n}" for n in range(1, 10))
+    return Experiment("continuity-grid", claims, config, grid(optimizer=RATES, network=NETWORKS), run_cell)
+
+
+class Choice(NamedTuple):
+    """The learning rate chosen for one initial scale."""
+
+    rate: float
+    at_edge: bool  # the first or last of the list: a better one may lie beyond
+    loss: float
+    stable: int  # how many rates of the list were stable
+
+
+def device() -> str:
+    """Where the networks train: the GPU where there is one. A record's `hardware` says which."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
+    """Choose the rates of one wiring and optimizer, train all scales and seeds at them, measure on log-spaced steps."""
+    network, optimizer = toy.VARIANTS[cell.settings["network"]], cell.settings["optimizer"]
+    network = replace(network, width=config["width"], depth=config["depth"])
+    images = training.digits(config["train_size"])
+    scales = config["scales" if network.residual else "no_residual_scales"]
+    chosen = choose_rates(network, optimizer, scales, images, config)
+    nets = [Net(seed, scale, chosen[scale].rate) for scale in scales for seed in config["seeds"]]
+    stack = _stack(network, optimizer, nets, images, config["steps"], config)
+    rows = measured_rows(stack, training.log_steps(config["steps"], config["points"]), config["gradient_batch"])
+    closing = closing_scores(stack)
+    names = CURVES if optimizer == "adam" else CURVES[:2]
+    results = []
+    for scale in scales:
+        at = [i for i, net in enumerate(nets) if net.init_scale == scale]
+        choice = {f"choice_{k}": float(v) for k, v in chosen[scale]._asdict().items()}
+        variant = f"{cell.settings['network']}/{optimizer}/g={scale}"
+        results += to_results(variant, stack, at, rows, closing, choice, names if scale == CURVES_SCALE else ())
+    return results
+
+
+def choose_rates(
+    network: toy.ToyConfig, optimizer: str, scales: Sequence[float], images: training.Digits, config: dict[str, Any]
+) -> dict[float, Choice]:
+    """For each initial scale the rate of least training loss among the stable ones; see `choose`."""
+    rates, seeds = config["rates"][optimizer], config["choosing_seeds"]
+    nets = [Net(seed, scale, rate) for scale in scales for rate in rates for seed in seeds]
+    stack = _stack(network, optimizer, nets, images, config["choosing_steps"], config, gradient_sum=False)
+    stack.advance(config["choosing_steps"])
+    losses = stack.losses.cpu().double().view(len(scales), len(rates), len(seeds), -1)
+    return {scale: choose(rates, of_scale) for scale, of_scale in zip(scales, losses, strict=True)}
+
+
+def choose(rates: Sequence[float], losses: Tensor) -> Choice:
+    """The rate with the least mean batch loss over the last fifth of training, [rates, seeds, steps] -> Choice.
+
+    A rate is stable when for every seed all losses are finite and no tenth of training has a mean loss over 1.05 times
+    that of the first tenth. Where no rate is stable, the lowest is taken, and `stable` is 0.
+    """
+    tenths = torch.stack([part.mean(-1) for part in losses.tensor_split(10, dim=-1)], dim=-1)
+    stable = (tenths.isfinite().all(-1) & (tenths.amax(-1) <= 1.05 * tenths[..., 0])).all(-1)
+    late = tenths[..., -2:].mean((-2, -1))
+    order = [i for i in late.argsort().tolist() if stable[i]] or [0]
+    best = order[0]
+    return Choice(rates[best], best in (0, len(rates) - 1), float(late[best]), int(stable.sum()))
+
+
+def measured_rows(stack: Stack, points: Sequence[int], gradient_batch: int) -> list[list[dict[str, float]]]:
+    """Train through `points` and measure at each: rows[network][point], with the names of `training.measure`."""
+    rows: list[list[dict[str, float]]] = [[] for _ in stack.nets]
+    before = 0
+    for point in stack.at_points(points):
+        scores = {name: values.tolist() for name, values in measuring.measure(stack, gradient_batch).items()}
+        recent = stack.losses[:, before:point].double().mean(1).tolist()
+        scores["train_loss"] = recent
+        for i, own in enumerate(rows):
+            own.append({"step": point} | {name: values[i] for name, values in scores.items()})
+        before = point
+    for own, first in zip(rows, stack.losses[:, 0].tolist(), strict=True):
+        if own[0]["step"] == 0:  # no step lies before it; the first batch's loss was not known then
+            own[0]["train_loss"] = first
+    return rows
+
+
+def closing_scores(stack: Stack) -> dict[str, list[float]]:
+    """What is measured at the end only, one number a network: index-matched alignment, test loss and accuracy."""
+    params, alive = measuring.finite(stack)
+    loss, accuracy = training.evaluate_each(params, stack.config, stack.images.test_x, stack.images.test_y)
+    scores = {"weight_index_matched": measuring.index_matched(stack, threads=4), "test_loss": loss}
+    scores["test_accuracy"] = accuracy
+    return {name: measuring.only(alive, values).tolist() for name, values in scores.items()}
+
+
+def to_results(
+    variant: str,
+    stack: Stack,
+    at: Sequence[int],
+    rows: Sequence[Sequence[dict[str, float]]],
+    closing: dict[str, list[float]],
+    extra: dict[str, float],
+    curves: Sequence[str],
+) -> list[Result]:
+    """One Result for each network `at`: `closing_metrics` of its rows, `closing` and `extra`; NaN where it diverged.
+
+    All get the same metrics: what does not exist for each of them (an onset that never came) is left out.
+    """
+    scores = {i: closing_metrics(rows[i], stack.config) | {n: v[i] for n, v in closing.items()} for i in at}
+    diverged = {i: divergence(stack, i, [*rows[i], scores[i]]) for i in at}
+    whole = [i for i in at if not diverged[i]] or list(at)
+    common = [name for name in scores[whole[0]] if all(name in scores[i] for i in whole)]
+    results = []
+    for i in at:
+        numbers = {name: math.nan if diverged[i] else short(scores[i][name]) for name in common}
+        drawn = {name: curve(rows[i], name) for name in curves}
+        results.append(Result(variant, stack.nets[i].seed, numbers | extra, drawn, diverged[i]))
+    return results
+
+
+def divergence(stack: Stack, i: int, measured: Sequence[dict[str, float]] = ()) -> str:
+    """One sentence where network i, or a number measured on it, is not finite, else ""."""
+    step = stack.diverged_at()[i]
+    if step:
+        return f"The loss was not finite from step {step} on, at rate {stack.nets[i].rate:g}."
+    if not stack.alive()[i]:
+        return f"The parameters were not finite after step {stack.step}, at rate {stack.nets[i].rate:g}."
+    bad = [name for numbers in measured for name, value in numbers.items() if not math.isfinite(value)]
+    return f"Its {bad[0]} was not finite, at rate {stack.nets[i].rate:g}." if bad else ""
+
+
+def _stack(
+    network: toy.ToyConfig,
+    optimizer: str,
+    nets: Sequence[Net],
+    images: training.Digits,
+    steps: int,
+    config: dict[str, Any],
+    gradient_sum: bool = True,
+) -> Stack:
+    return Stack(
+        network,
+        nets,
+        images,
+        steps=steps,
+        optimizer=optimizer,
+        batch_size=config["batch_size"],
+        device=device(),
+        gradient_sum=gradient_sum,
+    )
+
+
+def curve(rows: Sequence[dict[str, float]], name: str) -> Curve:
+    measured = [row for row in rows if name in row]
+    return Curve([row["step"] for row in measured], [short(row[name]) for row in measured])
+
+
+def short(value: float) -> float:
+    """Five significant digits: more than the seeds' spread needs, and a record of half the size."""
+    return float(f"{value:.5g}")
