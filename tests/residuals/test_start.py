@@ -1,4 +1,4 @@
-"""Where MGR starts and what follows: biases from the number of mixing layers, streams that separate, copies that never do."""
+"""Where MGR starts and what follows: the depth-scaled bias, streams that separate, copies that never do."""
 
 import math
 
@@ -124,7 +124,7 @@ def test_every_parameter_gets_a_gradient_in_the_first_five_steps(scheme, n_strea
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_learns(scheme):
-    assert train(Toy(scheme), 200) < 0.75 * (batch(199)[1].var().item())
+    assert train(Toy(scheme), 60) < 0.9 * batch(59)[1].var().item()  # seen: 0.39 to 0.72 of the variance, two seeds
 
 
 # ---- streams separate, copies do not
