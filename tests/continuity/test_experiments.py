@@ -19,13 +19,15 @@ def rows(*columns: tuple) -> list[dict[str, float]]:
     return out
 
 
-def test_onset_is_half_way_from_chance_to_the_cumulative_gradient():
-    measured = rows((1, 0.1, 0.8, 0.2, 0.1), (2, 0.3, 0.8, 0.6, 0.2), (4, 0.7, 0.8, 1.0, 0.4), (8, 0.2, 0.8, 2.0, 0.5))
-    # chance 0.2: half-way is 0.5, reached in the middle of steps 2 and 4
-    assert experiments.onset(measured, 0.2) == pytest.approx(
-        {"onset_step": 3.0, "onset_ratio_spectral": 0.8, "onset_ratio_frobenius": 0.3}
-    )
-    assert experiments.onset(measured[:2], 0.2) == {}
+def test_onset_is_half_way_from_chance_to_the_peak():
+    measured = rows((1, 0.1, 0.8, 0.2, 0.1), (2, 0.3, 0.8, 0.6, 0.2), (4, 0.7, 0.8, 1.0, 0.4), (8, 0.8, 0.8, 2.0, 0.5))
+    # chance 0.2, peak 0.8: half-way is 0.5, reached in the middle of steps 2 and 4
+    expected = {"onset_step": 3.0, "onset_ratio_spectral": 0.8, "onset_ratio_frobenius": 0.3}
+    assert experiments.onset(measured, 0.2) == pytest.approx(expected)
+    later = [*measured, measured[0] | {"step": 16}]  # a fall after the peak moves nothing
+    assert experiments.onset(later, 0.2) == pytest.approx(expected)
+    falling = rows((1, 0.8, 0.8, 0.2, 0.1), (2, 0.3, 0.8, 0.6, 0.2))
+    assert experiments.onset(falling, 0.2)["onset_step"] == 1
 
 
 def test_closing_metrics_hold_the_end_the_start_and_the_peak():

@@ -68,8 +68,8 @@ def closing_metrics(rows: Sequence[dict[str, float]], network: toy.ToyConfig) ->
     """One run's numbers from its measured rows.
 
     Everything of the last row; `grad_v1_init` and `grad_v1_no_ones_init`; where `weight_v1` peaked and the other scores
-    there (`*_at_peak`); for residual networks the moment at which `weight_v1` is half-way from chance to the continuity
-    of the cumulative gradient (`onset_step`), and the size of the update then (`onset_ratio_spectral`, `.._frobenius`).
+    there (`*_at_peak`); for residual networks the moment at which `weight_v1` first is half-way from chance to its peak
+    (`onset_step`), and the size of the update then (`onset_ratio_spectral`, `.._frobenius`).
     """
     end = {name: value for name, value in rows[-1].items() if name != "step"}
     peak = max(rows, key=lambda row: row["weight_v1"])
@@ -82,18 +82,17 @@ def closing_metrics(rows: Sequence[dict[str, float]], network: toy.ToyConfig) ->
 
 
 def onset(rows: Sequence[dict[str, float]], chance: float) -> dict[str, float]:
-    """Where `weight_v1` first is half-way from `chance` to `cumulative_v1`; empty where it never is.
+    """Where `weight_v1` first is half-way from `chance` to its peak: linear between the two measured rows around it.
 
-    Linear in each quantity between the two measured rows around that moment.
+    Where it starts above that, the first row.
     """
     names = ("step", "ratio_spectral", "ratio_frobenius")
-    measured = [row for row in rows if "cumulative_v1" in row]
-    missing = [row["weight_v1"] - (chance + row["cumulative_v1"]) / 2 for row in measured]
-    for before, after, low, high in zip(measured, measured[1:], missing, missing[1:], strict=False):
-        if low < 0 <= high:
-            share = low / (low - high)
-            return {f"onset_{name}": before[name] + share * (after[name] - before[name]) for name in names}
-    return {}
+    half = (chance + max(row["weight_v1"] for row in rows)) / 2
+    reached = next(i for i, row in enumerate(rows) if row["weight_v1"] >= half)
+    before, after = rows[max(reached - 1, 0)], rows[reached]
+    rise = after["weight_v1"] - before["weight_v1"]
+    share = (half - before["weight_v1"]) / rise if rise else 1.0
+    return {f"onset_{name}": before[name] + share * (after[name] - before[name]) for name in names}
 
 
 def _networks_numbers(
