@@ -7,7 +7,7 @@ from depthlab.nbtools.document import find, normalise, read, write
 from depthlab.nbtools.execute import KERNEL_ENV, check, run
 from depthlab.nbtools.exercises import student_copy, write_exercises
 from depthlab.nbtools.headers import Header, header, readme_table, sync_colab, write_readme_table
-from depthlab.nbtools.session import Start, start
+from depthlab.nbtools.session import Start, outside_tested_range, start
 
 __all__ = [
     "KERNEL_ENV",
@@ -17,6 +17,7 @@ __all__ = [
     "find",
     "header",
     "normalise",
+    "outside_tested_range",
     "read",
     "readme_table",
     "run",

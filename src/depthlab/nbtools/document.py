@@ -5,6 +5,7 @@ import json
 import re
 from base64 import b64decode
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w]|\.\d)", re.IG
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
-def find(folder: str | Path = "notebooks") -> list[Path]:
-    """The numbered notebooks of `folder`, in order; exercises are not among them."""
+def find(folder: str | Path | None = None) -> list[Path]:
+    """The numbered notebooks of `folder` (this checkout's, unless given), in order; exercises are not among them."""
+    if folder is None:
+        folder = Path(str(files("depthlab.bundles"))).parent / "notebooks"
     return sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"))
 
 

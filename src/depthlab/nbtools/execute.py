@@ -150,7 +150,7 @@ def nbval_flags(folder: str | Path, cell_timeout: float = CELL_TIMEOUT) -> list[
 def _chosen(paths: Sequence[str | Path] | None) -> list[Path]:
     chosen = find() if paths is None else [Path(path) for path in paths]
     if not chosen:
-        raise ValueError("No notebook was given and notebooks/ holds none; run this from the repository's root.")
+        raise ValueError("No notebook was given and this installation holds none; give paths, or work in a checkout.")
     return chosen
 
 

@@ -27,29 +27,28 @@ _LOCAL_LINK = re.compile(r"(!?\[[^\]]*\]\()(?!\w+:|/|#|\.\./)([^)\s]+)")
 _COLAB_LINE = re.compile(r"^\[Open in Colab\].*\n?", re.MULTILINE)
 
 
-def write_exercises(
-    paths: Sequence[str | Path] | None = None, out_dir: str | Path | None = None, check: bool = False
-) -> bool:
-    """Write the student copy of each notebook that has exercises; True when all were already right.
+def write_exercises(paths: Sequence[str | Path] | None = None, check: bool = False) -> int:
+    """Write the student copy of each notebook that has exercises into the folder ``exercises`` beside it; 0 when done.
 
     Args:
         paths: solved notebooks; None means all numbered ones in ``notebooks/``.
-        out_dir: None means the folder ``exercises`` beside each notebook.
-        check: write nothing, only compare.
+        check: write nothing; 1 when a copy is missing or is not what its notebook gives.
     """
-    as_wanted = True
+    stale = 0
     for path in find() if paths is None else map(Path, paths):
         notebook = read(path)
         if not any(SOLUTION in tags(cell) for cell in code_cells(notebook)):
             continue
-        target = (Path(out_dir) if out_dir else path.parent / "exercises") / path.name
-        copy = student_copy(notebook)
+        target, copy = path.parent / "exercises" / path.name, student_copy(notebook)
         if target.exists() and read(target) == copy:
             continue
-        as_wanted = False
-        if not check:
+        stale += 1
+        if check:
+            print(f"exercises/{path.name} is not what {path.name} gives; run: depthlab exercises")
+        else:
             write(copy, target)
-    return as_wanted
+            print(f"exercises/{path.name} written")
+    return 1 if check and stale else 0
 
 
 def student_copy(notebook: Notebook) -> Notebook:

@@ -70,7 +70,7 @@ def header(path: str | Path, notebook: Notebook | None = None) -> Header:
     )
 
 
-def readme_table(folder: str | Path = "notebooks") -> str:
+def readme_table(folder: str | Path | None = None) -> str:
     """A markdown table, one row a notebook of `folder`: number, title with link, question, time, memory."""
     rows = ["| | notebook | the question | time | memory |", "|---|---|---|---|---|"]
     for path in find(folder):
