@@ -81,6 +81,7 @@ def finish(ax: Axes, *, xlabel: str, ylabel: str, chance: float | None = None) -
 def label_lines(ax: Axes) -> list:
     """Write each line's label beside its last point; labels that would overlap are moved apart."""
     named = [line for line in ax.get_lines() if line.get_gid() == _DRAWN]
+    ax.autoscale_view()  # limits are set lazily, and the labels need the final ones
     ends = [(ax.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])), line) for line in named]
     ends = sorted((item for item in ends if np.isfinite(item[0]).all()), key=lambda item: item[0][1])
     texts, lowest = [], -np.inf
