@@ -82,7 +82,10 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                average = state["average"]
                 average.lerp_(p.grad, 1 - group["momentum"])
                 update = orthogonalize(p.grad.lerp(average, group["momentum"]))
                 p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5)
