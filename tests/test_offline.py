@@ -24,7 +24,7 @@ def offline_environment(**extra: str) -> dict[str, str]:
 def offline(code: str, **extra: str) -> str:
     """What `code` prints when run in a fresh interpreter on a machine without network and optional packages."""
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=offline_environment(**extra), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=offline_environment(**extra), capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

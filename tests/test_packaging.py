@@ -48,7 +48,7 @@ def wheel(tmp_path_factory) -> Path:
 
 def pip(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments, "--no-index"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -77,7 +77,7 @@ assert len(data.addresses()) == 233 and data.text().train
 print(len(data.prepare()))
 """
     command = [sys.executable, "-I", "-S", "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=_no_threads())
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=_no_threads())
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "3\n"
 

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,18 +37,24 @@ def no_network(tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", blocked)
     monkeypatch.setattr(socket, "getaddrinfo", blocked)
     monkeypatch.setenv("DEPTHLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "locks of datasets")
     for name in hub.OFFLINE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return connections
 
 
 def refused(*args, **kwargs) -> str:
-    started = time.monotonic()
     with pytest.raises((data.DataError, ValueError)) as caught:
         list(data.hub_text(*args, **kwargs))
     message = str(caught.value)
-    assert time.monotonic() - started < 5
     assert "\n" not in message and message.endswith(".") and len(message) < 500, message
+    return message
+
+
+def refused_in_time(*args, **kwargs) -> str:
+    started = time.monotonic()
+    message = refused(*args, **kwargs)
+    assert time.monotonic() - started < 5
     return message
 
 
@@ -147,13 +154,13 @@ def test_a_hub_id_needs_a_full_commit(revision, no_network):
 
 @pytest.mark.parametrize("source", ["wikitext", "no/such/file.txt", "../a/b", "https://host/a", "", "a b/c", "/a/b"])
 def test_what_is_neither_file_nor_hub_id_is_refused(source, no_network):
-    assert "no such file" in refused(source, revision=COMMIT)
+    assert "neither a file or folder" in refused(source, revision=COMMIT)
     assert no_network == []
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_without_network_it_fails_at_once_and_without_retries(streaming, no_network):
-    message = refused("owner/name", revision=COMMIT, streaming=streaming)
+    message = refused_in_time("owner/name", revision=COMMIT, streaming=streaming)
     assert "network" in message and 'text("sotu")' in message
     assert 1 <= len(no_network) <= 3
 
@@ -163,14 +170,14 @@ def test_without_network_it_fails_at_once_and_without_retries(streaming, no_netw
 @pytest.mark.parametrize("value", ["1", "on", "YES", "True"])
 def test_an_offline_variable_is_obeyed_also_when_set_late(streaming, name, value, no_network, monkeypatch):
     monkeypatch.setenv(name, value)
-    assert "offline variable" in refused("owner/name", revision=COMMIT, streaming=streaming)
+    assert "offline variable" in refused_in_time("owner/name", revision=COMMIT, streaming=streaming)
     assert no_network == []
 
 
 @pytest.mark.parametrize("value", ["0", "", "no", "false"])
 def test_an_offline_variable_that_says_no_is_none(value, no_network, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
-    assert "offline" not in refused("owner/name", revision=COMMIT)
+    assert "offline" not in refused_in_time("owner/name", revision=COMMIT)
     assert no_network
 
 
@@ -178,7 +185,7 @@ def test_a_hub_that_never_answers_is_given_up_in_time(monkeypatch):
     """A name look-up has no time limit of its own."""
     monkeypatch.setattr(hub, "HUB_SECONDS", 0.5)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: time.sleep(30))
-    assert "no answer in 0.5 s" in refused("owner/name", revision=COMMIT)
+    assert "no answer in 0.5 s" in refused_in_time("owner/name", revision=COMMIT)
 
 
 def test_without_datasets_it_says_what_to_install(monkeypatch, tmp_path):
@@ -192,6 +199,7 @@ def test_without_datasets_it_says_what_to_install(monkeypatch, tmp_path):
 def test_the_stand_in_below_is_called_as_the_real_hub_would_be():
     api = huggingface_hub.HfApi
     inspect.signature(api.dataset_info).bind(None, "a/b", revision=COMMIT, timeout=4.0)
+    inspect.signature(api.model_info).bind(None, "a/b", revision=COMMIT, timeout=4.0)
     inspect.signature(api.get_paths_info).bind(None, "a/b", ["f"], repo_type="dataset", revision=COMMIT)
     inspect.signature(huggingface_hub.snapshot_download).bind(
         "a/b", repo_type="dataset", revision=COMMIT, allow_patterns=["f"], local_dir="d", max_workers=2
@@ -203,6 +211,8 @@ def test_the_stand_in_below_is_called_as_the_real_hub_would_be():
 
 class StandIn:
     """Plays the three calls we make; `damage` changes what arrives."""
+
+    repo_type = "dataset"
 
     def __init__(self, folder: Path):
         self.folder, self.calls, self.damage = folder, [], None
@@ -216,7 +226,7 @@ class StandIn:
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in self.names()])
 
     def get_paths_info(self, repo, names, repo_type, revision):
-        assert (repo, repo_type, revision) == ("owner/name", "dataset", COMMIT)
+        assert (repo, repo_type, revision) == ("owner/name", self.repo_type, COMMIT)
         stated = []
         for name in names:
             content = (self.folder / name).read_bytes()
@@ -227,7 +237,7 @@ class StandIn:
 
     def snapshot_download(self, repo, repo_type, revision, allow_patterns, local_dir, max_workers):
         self.calls.append("download")
-        assert (repo, repo_type, revision) == ("owner/name", "dataset", COMMIT)
+        assert (repo, repo_type, revision) == ("owner/name", self.repo_type, COMMIT)
         for name in allow_patterns:
             target = Path(local_dir) / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -335,6 +345,25 @@ def test_the_second_of_two_downloads_at_once_uses_the_first(stand_in):
     stand_in.damage = other_process
     assert read() == LINES
     assert stand_in.calls.count("download") == 2 and len(entries()) == 1
+
+
+def test_a_model_is_asked_for_as_a_model(stand_in, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        stand_in, "model_info", lambda *a, **k: asked.append(a) or stand_in.dataset_info(*a, **k), False
+    )
+    monkeypatch.setattr(stand_in, "repo_type", "model")
+    folder = data.hub_folder("owner/name", revision=COMMIT, files="README*", kind="model")
+    assert (folder / "README.md").read_text() == "# A data set\n" and len(asked) == 1
+    with pytest.raises(ValueError, match="kind='space'"):
+        data.hub_folder("owner/name", revision=COMMIT, kind="space")
+
+
+def test_nothing_but_the_hub_module_names_the_hub():
+    root = Path(__file__).parents[2]
+    calls = re.compile(r"huggingface_hub|snapshot_download|load_dataset|hf_hub_download|trust_remote_code|HfApi")
+    named = {p.name for part in ("src", "kernels") for p in (root / part).rglob("*.py") if calls.search(p.read_text())}
+    assert named == {"hub.py"}
 
 
 def test_importing_our_data_package_imports_no_data_library():

@@ -2,10 +2,22 @@
 
 from depthlab.data.digits import MNIST, fill_cache, mnist
 from depthlab.data.files import DataError, cache_dir
-from depthlab.data.hub import hub_text
+from depthlab.data.hub import hub_folder, hub_text
 from depthlab.data.texts import Address, Text, addresses, text
 
-__all__ = ["MNIST", "Address", "DataError", "Text", "addresses", "cache_dir", "hub_text", "mnist", "prepare", "text"]
+__all__ = [
+    "MNIST",
+    "Address",
+    "DataError",
+    "Text",
+    "addresses",
+    "cache_dir",
+    "hub_folder",
+    "hub_text",
+    "mnist",
+    "prepare",
+    "text",
+]
 
 
 def prepare(full: bool = False) -> list[str]:

@@ -3,9 +3,7 @@
 LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86 (1998).
 """
 
-import contextlib
 import gzip
-import io
 import os
 import socket
 import struct
@@ -16,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from depthlab.data.files import DataError, bundle, cache_dir, gist, sha256
+from depthlab.data.files import DataError, bundle, cache_dir, gist, quiet_in_ci, sha256
 
 SPLITS = {"train": "train", "test": "t10k"}  # our name -> the prefix of the official files
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801
@@ -118,9 +116,11 @@ def _find(folder: Path, name: str) -> Path | None:
 
 def _from_root(root: str | os.PathLike[str], split: str) -> tuple[bytes, bytes] | None:
     try:
-        folder = Path(root).expanduser()
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"mnist(root={root!r}) is not a folder ({gist(error)}); give its path.") from None
+        folder = Path(root).expanduser() if root != "" else None
+    except (TypeError, RuntimeError):
+        folder = None
+    if folder is None:
+        raise ValueError(f"mnist(root={root!r}) is not the path of a folder; give one as a string or Path.")
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise DataError(f"The MNIST root {folder} is not a folder; give the folder that holds the official files.")
     names = file_names(split)
@@ -167,7 +167,7 @@ def download() -> None:
     timeout = socket.getdefaulttimeout()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="download-", dir=target) as scratch, _quiet_in_ci():
+        with tempfile.TemporaryDirectory(prefix="download-", dir=target) as scratch, quiet_in_ci():
             socket.setdefaulttimeout(20)  # torchvision sets none: a silent server would hold us for ever
             for number, mirror in enumerate(Downloader.mirrors):
                 # One mirror at a time in a folder of its own: older torchvision ends at the first wrong checksum.
@@ -194,11 +194,6 @@ def download() -> None:
         f"The complete MNIST could not be downloaded ({'; '.join(dict.fromkeys(failures)) or 'no mirror'}); "
         f"connect to the network and try again, {otherwise}."
     )
-
-
-def _quiet_in_ci() -> contextlib.AbstractContextManager[object]:
-    """Swallow torchvision's progress bars where nobody watches."""
-    return contextlib.redirect_stderr(io.StringIO()) if os.environ.get("CI") else contextlib.nullcontext()
 
 
 def mnist(split: str, full: bool = False, root: str | os.PathLike[str] | None = None) -> MNIST:

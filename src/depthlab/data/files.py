@@ -1,7 +1,9 @@
 """Bytes that are checked before anyone sees them: bundled files, checksum lists, our cache directory."""
 
 import bz2
+import contextlib
 import hashlib
+import io
 import os
 import re
 import sys
@@ -90,3 +92,8 @@ def gist(error: BaseException, last_line: bool = False) -> str:
     if last_line:
         text = text.strip().split("\n")[-1]
     return textwrap.shorten(text, 120, placeholder=" ...").rstrip(".;")
+
+
+def quiet_in_ci() -> contextlib.AbstractContextManager[object]:
+    """Swallow other libraries' progress bars where nobody watches."""
+    return contextlib.redirect_stderr(io.StringIO()) if os.environ.get("CI") else contextlib.nullcontext()

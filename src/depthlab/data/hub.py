@@ -1,4 +1,7 @@
-"""Text from local files or from the Hugging Face hub, through `datasets`; one function makes every hub call."""
+"""Text and files from local folders or the Hugging Face hub; no other part of the project calls the hub.
+
+Every call names a full commit, obeys the offline variables and gives up in seconds.
+"""
 
 import fnmatch
 import hashlib
@@ -8,9 +11,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from depthlab.data.files import DataError, cache_dir, gist, parse_sums, sha256_of_file
+from depthlab.data.files import DataError, cache_dir, gist, parse_sums, quiet_in_ci, sha256_of_file
 
 HUB_SECONDS = 4.0  # how long the hub may take to answer before we say that it is out of reach
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -49,12 +52,12 @@ def hub_text(
     if str(source) and os.path.exists(path):
         where, pinned = path, {}
     else:
-        repo = _checked_id(source, revision)
+        repo, commit = _pinned(source, revision)
         if streaming:
-            _ask_hub(repo, str(revision))
-            where, pinned = repo, {"revision": revision}
+            _ask_hub(repo, commit, "dataset")
+            where, pinned = repo, {"revision": commit}
         else:
-            where, pinned = _snapshot(repo, str(revision), files), {}
+            where, pinned = hub_folder(repo, revision=commit, files=files), {}
     if isinstance(where, Path) and where.is_file():
         where, files = where.parent, where.name
     try:
@@ -94,19 +97,20 @@ def is_offline() -> bool:
     return any(os.environ.get(name, "").lower() in ("1", "on", "yes", "true") for name in OFFLINE_VARIABLES)
 
 
-def _checked_id(source: object, revision: str | None) -> str:
+def _pinned(source: object, revision: str | None) -> tuple[str, str]:
+    """A checked hub id and commit."""
     repo = str(source)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repo):
-        raise ValueError(f"hub_text({repo!r}): no such file or folder, and no hub id of the form owner/name.")
-    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         raise ValueError(
-            f"hub_text({repo!r}, revision={revision!r}) is not pinned; give the full 40-digit commit of the data set."
+            f"{repo!r} is neither a file or folder nor a hub id of the form owner/name; check its spelling."
         )
-    return repo
+    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        raise ValueError(f"{repo} with revision={revision!r} is not pinned; give the full 40-digit commit.")
+    return repo, str(revision)
 
 
-def _ask_hub(repo: str, revision: str) -> Any:
-    """The first call of everything that needs the hub: what a data set holds at a commit, or `DataError` in seconds."""
+def _ask_hub(repo: str, revision: str, kind: str) -> Any:
+    """The first call of everything that needs the hub: what a repository holds at a commit, or an error in seconds."""
     if is_offline():
         raise DataError(
             f"{repo} is not in our cache and an offline variable ({', '.join(OFFLINE_VARIABLES)}) is set; "
@@ -115,10 +119,8 @@ def _ask_hub(repo: str, revision: str) -> Any:
     hub = _import("huggingface_hub")
     try:
         # Asked once and without the retries that `datasets` would make (23 s on a machine without network).
-        return _within(
-            HUB_SECONDS,
-            lambda: hub.HfApi().dataset_info(repo, revision=revision, timeout=HUB_SECONDS),
-        )
+        ask = hub.HfApi().dataset_info if kind == "dataset" else hub.HfApi().model_info
+        return _within(HUB_SECONDS, lambda: ask(repo, revision=revision, timeout=HUB_SECONDS))
     except Exception as error:
         raise DataError(
             f"The hub did not describe {repo} at {revision[:12]} ({gist(error)}); check the network, id and commit, "
@@ -126,19 +128,35 @@ def _ask_hub(repo: str, revision: str) -> Any:
         ) from None
 
 
-def _snapshot(repo: str, revision: str, files: str | None) -> Path:
-    """Folder in our cache with the data set's files at that commit, downloaded first if need be; all are verified."""
-    key = hashlib.sha256(f"{repo}@{revision}/{files}".encode()).hexdigest()[:12]
+def hub_folder(
+    repo: str, *, revision: str, files: str | None = None, kind: Literal["dataset", "model"] = "dataset"
+) -> Path:
+    """Folder in our cache with a hub repository's files at one commit; downloaded if need be, verified on every call.
+
+    Args:
+        repo: hub id ``owner/name``.
+        revision: the full 40-digit commit.
+        files: a pattern of file names (``*`` also matches ``/``); None takes all files.
+        kind: which of the hub's two kinds of repository it is.
+
+    Raises:
+        ValueError: no hub id, no full commit, another kind.
+        DataError: the hub is out of reach, or bytes differ from their checksum.
+    """
+    repo, revision = _pinned(repo, revision)
+    if kind not in ("dataset", "model"):
+        raise ValueError(f'hub_folder(kind={kind!r}): use "dataset" or "model".')
+    key = hashlib.sha256(f"{kind} {repo}@{revision}/{files}".encode()).hexdigest()[:12]
     target = cache_dir() / "hub" / f"{repo.replace('/', '--')}-{key}"
     if not target.is_dir():
-        listed = [f.rfilename for f in _ask_hub(repo, revision).siblings]
+        listed = [f.rfilename for f in _ask_hub(repo, revision, kind).siblings]
         names = [name for name in listed if files is None or fnmatch.fnmatch(name, files)]
         if not names:
             raise DataError(f"{repo} has no file that matches {files!r}; leave files out or give another pattern.")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix="download-", dir=target.parent) as scratch:
-                _download(repo, revision, names, Path(scratch) / "entry")
+            with tempfile.TemporaryDirectory(prefix="download-", dir=target.parent) as scratch, quiet_in_ci():
+                _download(repo, revision, kind, names, Path(scratch) / "entry")
                 _rename(Path(scratch) / "entry", target)
         except DataError:
             raise
@@ -151,12 +169,12 @@ def _snapshot(repo: str, revision: str, files: str | None) -> Path:
     return target / "data"
 
 
-def _download(repo: str, revision: str, names: list[str], entry: Path) -> None:
+def _download(repo: str, revision: str, kind: str, names: list[str], entry: Path) -> None:
     """Fetch the named files into ``entry/data``, compare them with the hub's checksums, list their SHA-256."""
     hub = _import("huggingface_hub")
-    stated = hub.HfApi().get_paths_info(repo, names, repo_type="dataset", revision=revision)
+    stated = hub.HfApi().get_paths_info(repo, names, repo_type=kind, revision=revision)
     hub.snapshot_download(
-        repo, repo_type="dataset", revision=revision, allow_patterns=names, local_dir=entry / "data", max_workers=2
+        repo, repo_type=kind, revision=revision, allow_patterns=names, local_dir=entry / "data", max_workers=2
     )
     lines = []
     for file in stated:
