@@ -18,7 +18,8 @@ vectors, sigma^2-weighted form); the centred Gram cosine, the overlap and the ga
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def spectral_gap(weights: Matrices) -> Tensor:
     Below about 1.1 the leading vector is hardly determined, and neither is `alignment`. Raises as `alignment`, but one
     matrix is enough.
     """
-    gaps = [gap(_svd(matrix)[1]) for matrix in _checked(weights, at_least=1)]
+    gaps = [gap(_svd(matrix)[1]) for matrix in _ready(_listed(weights, at_least=1))]
     return torch.stack(gaps, dim=-1)
 
 
@@ -87,7 +88,7 @@ def chance_level(d: int) -> float:
 
     For large d this is sqrt(2 / (pi d)), which is below it by a share of 1 / (4 d). Raises ValueError for d < 1.
     """
-    if d < 1:
+    if not d >= 1:
         raise ValueError(f"chance_level got d = {d}; give the dimension of the space, at least 1.")
     return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
 
@@ -101,11 +102,11 @@ def update_ratio(weights: Matrices, initial: Matrices, norm: str = "spectral") -
     orders = {"spectral": 2, "frobenius": "fro"}
     if norm not in orders:
         raise ValueError(f"update_ratio got norm {norm!r}; use 'spectral' or 'frobenius'.")
-    now, start = _checked(weights, at_least=1), _checked(initial, at_least=1)
+    now, start = _listed(weights, at_least=1), _listed(initial, at_least=1)
     if [w.shape for w in now] != [w.shape for w in start]:
         raise ValueError("update_ratio got weights and initial weights of unlike shapes; give both of one network.")
     ratios = []
-    for after, before in zip(now, start, strict=True):
+    for after, before in zip(_ready(now), _ready(start), strict=True):
         length = torch.linalg.matrix_norm(before, ord=orders[norm])
         if not length.all():
             raise ValueError("update_ratio got a zero initial matrix, to which no ratio exists; leave it out.")
@@ -118,7 +119,7 @@ def summary(weights: Matrices, k: int = 10, space: str = "input", *, remove_ones
 
     Keys: "v1", "gram", "overlap", "index_matched", "gap". Raises as the single scores.
     """
-    matrices = _comparable(weights, space, remove_ones)
+    matrices = list(_comparable(weights, space, remove_ones))
     return summarise([spectrum(m) for m in matrices], [centred_gram(m) for m in matrices], k)
 
 
@@ -224,11 +225,11 @@ def _or_zero(score: Tensor, a: Spectrum, b: Spectrum) -> Tensor:
 
 
 def _pairwise(weights: Matrices, space: str, remove_ones: bool, prepare: Callable, score: Callable) -> Tensor:
-    return _over_pairs([prepare(m) for m in _comparable(weights, space, remove_ones)], score)
+    return _over_pairs(map(prepare, _comparable(weights, space, remove_ones)), score)
 
 
-def _over_pairs(prepared: Sequence, score: Callable) -> Tensor:
-    return torch.stack([score(a, b) for a, b in zip(prepared, prepared[1:], strict=False)], dim=-1)
+def _over_pairs(prepared: Iterable, score: Callable) -> Tensor:
+    return torch.stack([score(a, b) for a, b in pairwise(prepared)], dim=-1)
 
 
 def _svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,22 +240,24 @@ def _svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(part.to(matrix) for part in parts)
 
 
-def _comparable(weights: Matrices, space: str, remove_ones: bool, at_least: int = 2) -> list[Tensor]:
-    """The checked matrices, turned so that the compared space is the last dimension."""
+def _comparable(weights: Matrices, space: str, remove_ones: bool, at_least: int = 2) -> Iterator[Tensor]:
+    """The matrices one after another, ready for arithmetic, turned so that the compared space is the last dimension."""
     if space not in ("input", "output"):
         raise ValueError(f"continuity got space {space!r}; use 'input' (right vectors) or 'output' (left vectors).")
-    matrices = [m if space == "input" else m.mT for m in _checked(weights, at_least)]
-    sizes = sorted({m.shape[-1] for m in matrices})
+    given = _listed(weights, at_least)
+    sizes = sorted({m.shape[-1 if space == "input" else -2] for m in given})
     if len(sizes) > 1:
         raise ValueError(
             f"continuity in {space} space got matrices with {space} sizes {', '.join(map(str, sizes))}; "
             "directions can be compared only within one space, so give matrices of equal size there."
         )
-    return [without_ones(m) if remove_ones else m for m in matrices]
+    for matrix in _ready(given):
+        turned = matrix if space == "input" else matrix.mT
+        yield without_ones(turned) if remove_ones else turned
 
 
-def _checked(weights: Matrices, at_least: int) -> list[Tensor]:
-    """L matrices [.., m, n], float32 or float64, finite, detached."""
+def _listed(weights: Matrices, at_least: int) -> list[Tensor]:
+    """The given tensors [.., m, n] as a list, checked but not touched."""
     if isinstance(weights, Tensor):
         if weights.ndim < 3:
             raise ValueError(
@@ -265,23 +268,24 @@ def _checked(weights: Matrices, at_least: int) -> list[Tensor]:
         given = list(weights)
     if len(given) < at_least:
         raise ValueError(f"continuity got {len(given)} matrices; give at least {at_least}.")
-    matrices = [_one_matrix(i, matrix, len(given)) for i, matrix in enumerate(given)]
-    widest = torch.float64 if any(m.dtype == torch.float64 for m in matrices) else torch.float32
-    return [m.to(widest) for m in matrices]
+    for index, matrix in enumerate(given):
+        where = f"continuity got, as matrix {index} of {len(given)},"
+        if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
+            kind = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
+            raise TypeError(f"{where} {kind}; give floating-point tensors.")
+        if matrix.ndim < 2 or 0 in matrix.shape:
+            raise ValueError(f"{where} a tensor of shape {list(matrix.shape)}; give non-empty matrices [.., out, in].")
+    return given
 
 
-def _one_matrix(index: int, matrix: Tensor, count: int) -> Tensor:
-    where = f"continuity got, as matrix {index} of {count},"
-    if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
-        kind = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
-        raise TypeError(f"{where} {kind}; give floating-point tensors.")
-    if matrix.ndim < 2 or 0 in matrix.shape:
-        raise ValueError(f"{where} a tensor of shape {list(matrix.shape)}; give non-empty matrices [.., out, in].")
-    matrix = matrix.detach()
-    if not matrix.is_cuda:
-        matrix = matrix.cpu()
-    if matrix.dtype != torch.float64:
-        matrix = matrix.float()
-    if not matrix.isfinite().all():
-        raise ValueError(f"{where} NaN or infinite values; a score of them would mean nothing, find where they arose.")
-    return matrix
+def _ready(given: list[Tensor]) -> Iterator[Tensor]:
+    """One matrix at a time: finite, detached, float32, or float64 where any is; on the CPU unless on CUDA."""
+    wide = torch.float64 if any(m.dtype == torch.float64 for m in given) else torch.float32
+    for index, matrix in enumerate(given):
+        matrix = (matrix if matrix.is_cuda else matrix.cpu()).detach().to(wide)
+        if not matrix.isfinite().all():
+            raise ValueError(
+                f"continuity got, as matrix {index} of {len(given)}, NaN or infinite values; "
+                "a score of them would mean nothing, find where they arose."
+            )
+        yield matrix
