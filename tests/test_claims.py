@@ -133,6 +133,8 @@ def test_what_we_saw_shows_value_range_and_bound() -> None:
     assert str(judge(row(YES), record(SEEN)).outcomes[0]) == "v1 of ReLU: 0.75 [0.6, 0.9], holds > 0.5"
     within = rule(relation="in", bound=(0.0, 0.5))
     assert str(judge(row(within), record(SEEN)).outcomes[0]) == "v1 of ReLU: 0.75 [0.6, 0.9], fails in [0, 0.5]"
+    close = record({"relu": {"v1": [0.50001, 0.50001, 0.50001]}})
+    assert str(judge(row(YES), close).outcomes[0]) == "v1 of ReLU: 0.50001, holds > 0.5"  # not "0.5, holds > 0.5"
     one = record({"relu": {"v1": [1.0]}}, seeds=1)
     assert str(judge(row(YES, scope="theorem"), one).outcomes[0]) == "v1 of ReLU: 1, holds > 0.5"
 

@@ -40,11 +40,18 @@ class Outcome:
     holds: bool
 
     def __str__(self) -> str:
-        spread = f" [{self.low:.3g}, {self.high:.3g}]" if f"{self.low:.3g}" != f"{self.high:.3g}" else ""
         bound = self.rule.bound
         limit = f"[{bound[0]:g}, {bound[1]:g}]" if isinstance(bound, tuple) else f"{bound:g}"
-        seen = "not finite (a run diverged)" if math.isnan(self.value) else f"{self.value:.3g}{spread}"
-        return f"{self.rule.says}: {seen}, {'holds' if self.holds else 'fails'} {self.rule.relation} {limit}"
+        judged = f"{'holds' if self.holds else 'fails'} {self.rule.relation} {limit}"
+        if math.isnan(self.value):
+            return f"{self.rule.says}: not finite (a run diverged), {judged}"
+        shown = [f"{self.value:.{digits}g}" for digits in (3, 5, 8, 17)]  # enough of them to agree with the verdict
+        value = next((v for v in shown if self._would_hold(float(v)) == self.holds), shown[-1])
+        low, high = f"{self.low:.3g}", f"{self.high:.3g}"
+        return f"{self.rule.says}: {value}{f' [{low}, {high}]' if low != high else ''}, {judged}"
+
+    def _would_hold(self, value: float) -> bool:
+        return holds(self.rule.says, value, self.rule.relation, self.rule.bound)
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,8 @@ def current_record(record_id: str, book: Ledger | None = None, folder: Traversab
 def table(paper: str, notebooks: Path | None = None) -> str:
     """The markdown table of one paper's claims; rows link to their notebook where `notebooks`, a folder, holds it."""
     book, seen = read_ledger(), {}
+    if paper not in book.papers:
+        raise LedgerError(f"There is no paper '{paper}'; the papers are {', '.join(book.papers)}.")
     lines = [
         "| id | claim | paper's value | what we saw | scale | verdict | notebook |",
         "|---|---|---|---|---|---|---|",

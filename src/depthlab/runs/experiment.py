@@ -40,7 +40,7 @@ def grid(**axes: Any) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Curve:
-    """y over x, at most 200 points; kept to 6 significant digits. NaN and inf in y only where the Result diverged."""
+    """y over x, at most 200 points, y to 6 significant digits. NaN and inf in y only where the Result diverged."""
 
     x: list[float]
     y: list[float]
@@ -54,7 +54,7 @@ class Curve:
             )
         for fault in filter(None, map(number_fault, x)):
             raise ValueError(f"Curve got an x that {fault}; give finite numbers.")
-        object.__setattr__(self, "x", [_six_digits(v) for v in x])
+        object.__setattr__(self, "x", [float(v) for v in x])
         object.__setattr__(self, "y", [_six_digits(_plain("Curve", "y", v)) for v in y])
 
 
@@ -85,6 +85,8 @@ class Result:
             if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
                 raise ValueError(f"Result {self.variant} got the name {name!r}; use ASCII letters, digits and _,=+@/-.")
         where = f"Result {self.variant}, seed {self.seed},"
+        if not all(isinstance(curve, Curve) for curve in self.curves.values()) or not isinstance(self.diverged, str):
+            raise TypeError(f"{where} needs curves of type Curve, and text in diverged (empty when it did not).")
         metrics = {name: _plain(where, name, value) for name, value in self.metrics.items()}
         object.__setattr__(self, "metrics", metrics)
         if not self.diverged:

@@ -85,9 +85,9 @@ class Record:
         """Parse and validate; RecordError begins with `source` and gives the first three faults, a sentence each."""
         try:
             data = parse_json(text)
+            found = faults(data)
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{source} is not valid JSON ({error}); make it again with its command.") from None
-        found = faults(data)
         if found:
             more = f" ({len(found) - 3} more faults.)" if len(found) > 3 else ""
             raise RecordError(f"{source} breaks the schema: {' '.join(found[:3])}{more}")
@@ -251,6 +251,8 @@ def _metric_faults(data: dict[str, Any]) -> list[str]:
     for variant, metrics in data["metrics"].items():
         if not VARIANT_NAME.fullmatch(variant):
             found.append(f"metrics has the variant {_short(variant)}; use ASCII letters, digits and _.,=+*@/()-.")
+        if not metrics:
+            found.append(f"metrics.{variant} is empty; give at least one metric.")
         for metric, values in metrics.items():
             where = f"metrics.{variant}.{metric}"
             if not METRIC_NAME.fullmatch(metric):
@@ -269,6 +271,8 @@ def _curve_faults(data: dict[str, Any]) -> list[str]:
             found.append(f"curves.{variant} has no metrics; every variant needs at least one metric.")
         for name, curve in curves.items():
             where = f"curves.{variant}.{name}"
+            if not METRIC_NAME.fullmatch(name):
+                found.append(f"{where} has a curve name outside ASCII letters, digits and _,=+@/-.")
             whole = isinstance(curve, dict) and set(curve) == {"x", "y"}
             if not whole or not all(isinstance(v, list) for v in curve.values()):
                 found.append(f"{where} is {_short(curve)}; give an object with the lists x and y.")

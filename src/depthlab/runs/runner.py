@@ -58,8 +58,8 @@ def make(
         todo = [cell for cell in experiment.cells if cell.name not in finished]
         progress = Progress(experiment.id, done=len(finished), total=len(experiment.cells))
         try:
-            with progress:
-                for cell in _run(experiment, todo, folder, origin, processes):
+            with progress, contextlib.closing(_run(experiment, todo, folder, origin, processes)) as running:
+                for cell in running:
                     finished[cell.name] = worker.read_cell(_cell_path(folder, cell), experiment, cell)
                     progress.finished(cell.name, finished[cell.name]["seconds"])
         except KeyboardInterrupt:
@@ -72,6 +72,8 @@ def make(
         record = _assemble(experiment, cells, origin)
         write_atomic(out, record.to_json())
         shutil.rmtree(folder, ignore_errors=True)
+        for torn in out.parent.glob(f".{out.name}.*.tmp"):  # of runs that were killed while they wrote the record
+            torn.unlink(missing_ok=True)
     return record
 
 
@@ -140,14 +142,14 @@ def _run_in_workers(jobs: list[tuple], processes: int) -> Iterator[Cell]:
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=worker.start_worker)
     futures: dict[Future, Cell] = {}
     try:
-        with worker.one_thread_in_children():
+        with worker.children_inherit():  # the first submit starts all of them
             futures = {pool.submit(worker.run_cell, *job): job[1] for job in jobs}
-            waiting = set(futures)
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                    yield futures[future]
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+                yield futures[future]
     except BrokenProcessPool:
         raise RunError(
             "A worker process died (often: out of memory); finished cells are kept. Run the same command again to go "
@@ -195,8 +197,10 @@ def _only_runner(path: Path) -> Iterator[None]:
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise RunError(
                 f"Another run of {path.parent.name} works in {path.parent}; wait for it or give another work folder."
             ) from None
+        except OSError:  # a file system without locks: as on Windows
+            pass
         yield

@@ -29,7 +29,8 @@ def run_cell(experiment: Experiment, cell: Cell, path: str, origin: dict[str, An
     seed_everything(int(config_hash(cell.settings)[:8], 16))  # so that no cell depends on what ran before it
     start = time.monotonic()
     try:
-        results = experiment.run_cell(cell, json.loads(canonical_json(experiment.config)))
+        own = Cell(cell.name, json.loads(canonical_json(cell.settings)))  # copies, since a cell may change what it gets
+        results = experiment.run_cell(own, json.loads(canonical_json(experiment.config)))
         if not isinstance(results, list | tuple) or not all(isinstance(r, Result) for r in results) or not results:
             raise TypeError(f"run_cell gave {type(results).__name__}; give a list of Result with at least one entry")
     except Exception as error:
@@ -125,13 +126,17 @@ def one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_thread_in_children() -> Iterator[None]:
-    """Processes started inside read one thread for OpenMP and BLAS from their environment."""
+def children_inherit() -> Iterator[None]:
+    """Processes started inside find one thread for OpenMP and BLAS in their environment, and ignore Ctrl-C."""
     before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
+    main = threading.current_thread() is threading.main_thread()  # only there may signals be set
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
     try:
         yield
     finally:
+        if main:
+            signal.signal(signal.SIGINT, handler)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
