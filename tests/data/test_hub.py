@@ -146,6 +146,14 @@ def test_an_empty_or_unknown_file_is_refused(tmp_path):
 # --- refusals
 
 
+def test_a_local_source_takes_no_revision(tmp_path, monkeypatch):
+    """Otherwise a folder that happens to be called owner/name would stand in for the pinned data set."""
+    write(tmp_path / "owner" / "name" / "train.txt", LINES)
+    monkeypatch.chdir(tmp_path)
+    assert "leave revision out" in refused("owner/name", revision=COMMIT)
+    assert list(data.hub_text("owner/name")) == LINES
+
+
 @pytest.mark.parametrize("revision", [None, "", "main", "v1.0", "refs/pr/1", COMMIT[:12], COMMIT.upper(), COMMIT + "0"])
 def test_a_hub_id_needs_a_full_commit(revision, no_network):
     assert "40-digit commit" in refused("owner/name", revision=revision)

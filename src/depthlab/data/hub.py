@@ -43,13 +43,15 @@ def hub_text(
             nothing; rows then have no checksum.
 
     Raises:
-        ValueError: a hub id without a full commit, or a source that is neither.
+        ValueError: a hub id without a full commit, a local source with one, or a source that is neither.
         DataError: `datasets` is missing, the hub is out of reach (at once when an offline variable is set, after
             `HUB_SECONDS` otherwise), bytes differ from their checksum, or there is no such split or column.
     """
     datasets = _import("datasets")
     path = Path(source).expanduser()
     if str(source) and os.path.exists(path):
+        if revision is not None:
+            raise ValueError(f"{source} exists here, where revision={revision!r} means nothing; leave revision out.")
         where, pinned = path, {}
     else:
         repo, commit = _pinned(source, revision)
