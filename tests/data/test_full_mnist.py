@@ -35,7 +35,8 @@ def is_one_sentence(message: str) -> bool:
 
 def official(split: str) -> tuple[bytes, bytes]:
     count, places = COUNTS[split], random.Random(split)
-    pixels, labels = places.randbytes(count * 784), bytes(places.randrange(10) for _ in range(count))
+    pixels = bytes(places.choice(b"\0\0\0\0\0\0\x7f\xff") for _ in range(count * 784))  # compressible, like digits
+    labels = bytes(places.randrange(10) for _ in range(count))
     header = b"\0\0\x08\x03" + count.to_bytes(4, "big") + b"\0\0\0\x1c" * 2
     return header + pixels, b"\0\0\x08\x01" + count.to_bytes(4, "big") + labels
 
@@ -323,6 +324,23 @@ def test_damaged_archives_are_refused(tmp_path):
         assert name in refused(root=root)
     (root / f"{name}.gz").write_bytes(packed)
     assert_official(data.mnist("train", full=True, root=root), "train")
+
+
+def test_a_flipped_bit_in_an_archive_never_gives_other_data(tmp_path):
+    name, places, reasons = "train-images-idx3-ubyte", random.Random(1), set()
+    root = put(tmp_path / "root", packed=True)
+    for _ in range(150):
+        damaged = bytearray(ARCHIVES[f"{name}.gz"])
+        damaged[places.randrange(len(damaged))] ^= 1 << places.randrange(8)
+        (root / f"{name}.gz").write_bytes(damaged)
+        try:
+            found = data.mnist("train", full=True, root=root)
+        except data.DataError as error:
+            assert is_one_sentence(str(error))
+            reasons.add(str(error).partition("(")[2][:8])
+        else:  # the time of packing in the header, say
+            assert_official(found, "train")
+    assert {"CRC chec", "Error -3"} <= reasons  # gzip's checksum, and zlib's own complaint
 
 
 def test_an_archive_that_unpacks_to_far_too_much_is_not_unpacked(tmp_path):
