@@ -28,6 +28,8 @@ def test_onset_is_half_way_from_chance_to_the_peak():
     assert experiments.onset(later, 0.2) == pytest.approx(expected)
     falling = rows((1, 0.8, 0.8, 0.2, 0.1), (2, 0.3, 0.8, 0.6, 0.2))
     assert experiments.onset(falling, 0.2)["onset_step"] == 1
+    flat = rows((1, 0.1, 0.8, 0.2, 0.1), (2, 0.15, 0.8, 0.6, 0.2), (4, 0.12, 0.8, 0.6, 0.2))
+    assert experiments.onset(flat, 0.2)["onset_step"] == 2  # even the peak is below chance
 
 
 def test_closing_metrics_hold_the_end_the_start_and_the_peak():

@@ -84,10 +84,11 @@ def closing_metrics(rows: Sequence[dict[str, float]], network: toy.ToyConfig) ->
 def onset(rows: Sequence[dict[str, float]], chance: float) -> dict[str, float]:
     """Where `weight_v1` first is half-way from `chance` to its peak: linear between the two measured rows around it.
 
-    Where it starts above that, the first row.
+    Where it starts above that, the first row; where even the peak is below chance, the peak.
     """
     names = ("step", "ratio_spectral", "ratio_frobenius")
-    half = (chance + max(row["weight_v1"] for row in rows)) / 2
+    peak = max(row["weight_v1"] for row in rows)
+    half = min((chance + peak) / 2, peak)
     reached = next(i for i, row in enumerate(rows) if row["weight_v1"] >= half)
     before, after = rows[max(reached - 1, 0)], rows[reached]
     rise = after["weight_v1"] - before["weight_v1"]
