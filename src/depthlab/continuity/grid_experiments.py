@@ -179,19 +179,17 @@ def to_results(
     extra: dict[str, float],
     curves: Sequence[str],
 ) -> list[Result]:
-    """One Result for each network `at`: `closing_metrics` of its rows, `closing` and `extra`; NaN where it diverged.
-
-    All get the same metrics: what does not exist for each of them (an onset that never came) is left out.
-    """
-    scores = {i: closing_metrics(rows[i], stack.config) | {n: v[i] for n, v in closing.items()} for i in at}
-    diverged = {i: divergence(stack, i, [*rows[i], scores[i]]) for i in at}
-    whole = [i for i in at if not diverged[i]] or list(at)
-    common = [name for name in scores[whole[0]] if all(name in scores[i] for i in whole)]
+    """One Result for each network `at`: `closing_metrics` of its rows, `closing` and `extra`; NaN where it diverged."""
     results = []
     for i in at:
-        numbers = {name: math.nan if diverged[i] else short(scores[i][name]) for name in common}
+        last = {name: values[i] for name, values in closing.items()}
+        why = divergence(stack, i, [*rows[i], last])
+        # A diverged run has the same metrics, none of which is known: the zeros only stand in to name them.
+        known = [dict.fromkeys(row, 0.0) for row in rows[i]] if why else rows[i]
+        numbers = closing_metrics(known, stack.config) | last
+        numbers = {name: math.nan if why else short(value) for name, value in numbers.items()}
         drawn = {name: curve(rows[i], name) for name in curves}
-        results.append(Result(variant, stack.nets[i].seed, numbers | extra, drawn, diverged[i]))
+        results.append(Result(variant, stack.nets[i].seed, numbers | extra, drawn, why))
     return results
 
 
