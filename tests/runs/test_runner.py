@@ -48,6 +48,10 @@ def drawing(cell: Cell, config: dict[str, Any]) -> list[Result]:
     return [Result("a", cell.settings["seed"], {"drawn": torch.rand(()).item(), "threads": torch.get_num_threads()})]
 
 
+def unsorted(cell: Cell, config: dict[str, Any]) -> list[Result]:
+    return [Result("a", cell.settings["seed"], {"z": 1.0, "a": 2.0})]
+
+
 def spoiling(cell: Cell, config: dict[str, Any]) -> list[Result]:
     config.clear()
     return [Result(cell.settings.pop("variant"), cell.settings.pop("seed"), {"loss": 1.0})]
@@ -89,6 +93,11 @@ def test_the_record_holds_every_number_in_the_order_of_seeds(tmp_path: Path) -> 
     assert record.config["base"] == 0.5
     assert record.config["cells"][0] == {"variant": "b", "seed": 0}
     assert json.loads((tmp_path / "out/some-run.json").read_text())["metrics"] == record.metrics
+
+
+def test_variants_and_metrics_keep_the_order_they_were_given_in(tmp_path: Path) -> None:
+    assert list(make(some(unsorted), tmp_path / "work", tmp_path / "out").metrics["a"]) == ["z", "a"]
+    assert list(make(some(variants=("b", "a")), tmp_path / "work", tmp_path / "out").metrics) == ["b", "a"]
 
 
 def test_a_failed_cell_keeps_the_finished_ones_and_only_the_rest_runs_again(tmp_path: Path) -> None:
@@ -134,8 +143,8 @@ def test_another_config_uses_nothing_of_the_old_one_and_says_so(
         lambda text: "",
         lambda text: "null",
         lambda text: "[" * 100_000,
-        lambda text: text.replace('"loss":0.5', '"loss":0.25'),
-        lambda text: text.replace('"seed":0', '"seed":7'),
+        lambda text: text.replace('"loss": 0.5', '"loss": 0.25'),
+        lambda text: text.replace('"seed": 0', '"seed": 7'),
     ],
     ids=["truncated", "empty", "null", "deep", "number changed", "seed changed"],
 )
@@ -145,7 +154,9 @@ def test_a_torn_or_edited_cell_is_computed_again_and_said_so(
     with pytest.raises(RunError):
         make(some(failing_at_seed_1), tmp_path / "work", tmp_path / "out")
     (file,) = cell_files(tmp_path / "work")
-    file.write_text(damage(file.read_text()))
+    whole = file.read_text()
+    file.write_text(damage(whole))
+    assert file.read_text() != whole
     CALLS.clear()
     record = make(some(), tmp_path / "work", tmp_path / "out")
     assert CALLS[0] == "variant=a,seed=0"

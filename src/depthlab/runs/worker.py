@@ -46,9 +46,11 @@ def run_cell(experiment: Experiment, cell: Cell, path: str, origin: dict[str, An
         **origin,
         "results": [_to_json(result) for result in results],
     }
-    body = canonical_json(data)
+    stored = {"sha256": _digest(canonical_json(data)), "cell": data}
     try:
-        write_atomic(Path(path), canonical_json({"sha256": _digest(body), "cell": data}))
+        write_atomic(
+            Path(path), json.dumps(stored, allow_nan=False)
+        )  # unsorted: metrics keep the order they were given
     except OSError as error:
         reason = error.strerror or error
         raise RunError(f"Cell {cell.name} of {experiment.id} cannot be written ({reason}); free the disk.") from None
