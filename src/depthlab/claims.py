@@ -220,7 +220,8 @@ def write_readme(path: Path | str) -> bool:
 def claims_section(notebooks: Path) -> str:
     """A heading and a table a paper, then the records behind them."""
     parts = [
-        'In "what we saw", brackets hold the smallest and largest seed; every value is computed from a record below.',
+        'In "what we saw", the number is the one its rule judges (a mean, or the worst seed) and brackets hold the '
+        "smallest and largest seed; all are computed from the records below.",
     ]
     for name, paper in read_ledger().papers.items():
         parts.append(f"### {paper['title']} ([{paper['arxiv']}](https://arxiv.org/abs/{paper['arxiv']}))")
