@@ -145,4 +145,3 @@ class Stack:
         for point in points:
             self.advance(point)
             yield point
-

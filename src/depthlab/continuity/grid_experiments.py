@@ -2,8 +2,8 @@
 
 Learning rates are chosen by training loss and stability alone (`choose_rates`), in runs of half the length, from one
 list for each optimizer, whatever the wiring and the scale; continuity is never looked at. The seeds that choose are
-among those that are recorded. The other settings are those of `experiments`, which were picked because in the linear residual network
-continuity forms and then falls there.
+among those that are recorded. The other settings are those of `experiments`, which were picked because in the linear
+residual network continuity forms and then falls there.
 """
 
 import math
