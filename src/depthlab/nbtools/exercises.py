@@ -23,7 +23,7 @@ NOTE = (
     "`NotImplementedError`, then run the check below it. `depthlab exercises` writes this file anew, so keep your own "
     "copy.*"
 )
-_LOCAL_LINK = re.compile(r"(!?\[[^\]]*\]\()(?!\w+:|/|#|\.\./)([^)\s]+)")
+_LOCAL_LINK = re.compile(r"(!?\[[^\]]*\]\()(?!\w+:|/|#)([^)\s]+)")
 _COLAB_LINE = re.compile(r"^\[Open in Colab\].*\n?", re.MULTILINE)
 
 

@@ -11,7 +11,7 @@ from depthlab.runs import write_atomic
 
 NEEDS = re.compile(
     r"^\*\*Needs\*\* (?P<device>.+?) · \*\*Time\*\* (?P<time>[\d.]+ (?:s|min))"
-    r" \((?:full mode (?P<full>[\d.]+ (?:s|min|h)[^()]*)|no full mode)\)"
+    r"(?: \((?:full mode (?P<full>[\d.]+ (?:s|min|h)[^()]*)|no full mode)\))?"
     r" · \*\*Memory\*\* (?P<memory>[\d.]+ GB) · \*\*Download\*\* (?P<download>.+?)"
     r" · \*\*Read first\*\* (?P<before>.+)$",
     re.MULTILINE,

@@ -50,8 +50,11 @@ def full_mode_is_declared(notebook: Notebook, path: Path) -> list[str]:
         head = header(path, notebook)
     except ValueError:
         return []  # header_is_complete says so
-    if reads == bool(head.full_time):
+    if reads and head.full_time:
         return []
+    if not reads and not head.full_time:
+        says = "(no full mode)" in notebook["cells"][0]["source"]
+        return [] if says else ["the header must say `(no full mode)` after the time"]
     if reads:
         return ["reads session.full, and the header gives no full mode's time"]
     return [f"the header gives a full mode of {head.full_time}, and no cell reads session.full"]
