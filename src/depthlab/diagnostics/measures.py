@@ -44,8 +44,8 @@ def raw_reads(trace: Trace) -> dict[int, Tensor]:
 def source_coefficients(trace: Trace) -> dict[int, Tensor]:
     """Reader -> weights [.., 1 + L] of (x_0, F_0, .., F_(L-1)) in its raw read; pruned sublayers weigh 0.
 
-    Exact, by linearity: once a scheme's coefficients are known, its streams are linear in what the sublayers put out, so
-    the weights of all sources are carried through depth just as the streams are. No gradient, no approximation; with
+    Exact, by linearity: once a scheme's coefficients are known, its streams are linear in what the sublayers put out,
+    so the weights of all sources are carried through depth just as the streams are. No gradient, no approximation; with
     half-precision states the rounding of each store is left out.
     """
     first, n_sources = trace.require().reads[0].stacked(), 1 + trace.residual.n_sublayers
@@ -114,7 +114,7 @@ def read_weights(trace: Trace) -> dict[int, Tensor]:
 @torch.no_grad()
 def _weights(rule: Callable, layer: int, state: State) -> Any:
     """A scheme's coefficients from `state`, in the precision that its own step uses."""
-    with torch.autocast(state.stacked().device.type, enabled=False):
+    with torch.autocast(state.device().type, enabled=False):
         return rule(layer, state)
 
 

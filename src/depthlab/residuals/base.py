@@ -37,6 +37,15 @@ class State(NamedTuple):
         """The streams as one tensor [.., m, C]."""
         return self.streams if isinstance(self.streams, Tensor) else torch.stack(self.streams, -2)
 
+    def token_shape(self) -> torch.Size:
+        """[.., C], the shape of every update."""
+        streams = self.streams
+        return streams.shape[:-2] + streams.shape[-1:] if isinstance(streams, Tensor) else streams[0].shape
+
+    def device(self) -> torch.device:
+        """Where the streams are."""
+        return (self.streams if isinstance(self.streams, Tensor) else self.streams[0]).device
+
 
 class Residual(nn.Module):
     """How sublayer outputs are carried through depth; `depthlab.residuals.build` makes one of the seven schemes.
@@ -108,7 +117,7 @@ class Residual(nn.Module):
             device = next(self.residual_layers[-1].parameters()).device
             if device != x.device:
                 raise ValueError(f"x is on {x.device} and the residual on {device}; move one of them.")
-        with _full_precision(x):
+        with _full_precision(x.device):
             state = self._open(x)
             return self._read(0, state), state
 
@@ -122,12 +131,12 @@ class Residual(nn.Module):
         self._check_state(state)
         check_tensor("update", update)
         self._check_layer(layer, state, self.n_sublayers - 1)
-        sample = state.streams[0] if isinstance(state.streams, tuple) else state.streams.select(-2, 0)
-        if update.shape != sample.shape:
-            raise ValueError(f"update has shape {list(update.shape)}; this state carries {list(sample.shape)}.")
-        if update.device != sample.device:
-            raise ValueError(f"update is on {update.device} and the state on {sample.device}; move one of them.")
-        with _full_precision(update):
+        shape, device = state.token_shape(), state.device()
+        if update.shape != shape:
+            raise ValueError(f"update has shape {list(update.shape)}; this state carries {list(shape)}.")
+        if update.device != device:
+            raise ValueError(f"update is on {update.device} and the state on {device}; move one of them.")
+        with _full_precision(device):
             return self._advance(layer, update, state)
 
     def read(self, layer: int, state: State) -> Tensor:
@@ -139,8 +148,7 @@ class Residual(nn.Module):
         """
         self._check_state(state)
         self._check_layer(layer, state, self.n_sublayers)
-        sample = state.streams[0] if isinstance(state.streams, tuple) else state.streams
-        with _full_precision(sample):
+        with _full_precision(state.device()):
             return self._read(layer, state)
 
     def forward(self, x: Tensor, sublayers: Sequence[Callable], skip: Collection[int] = ()) -> Tensor:
@@ -198,7 +206,7 @@ class Residual(nn.Module):
             raise ValueError(f"layer={layer} comes too late: the state has passed layer {state.layer - 1}; go upwards.")
 
 
-def _full_precision(x: Tensor) -> AbstractContextManager:
+def _full_precision(device: torch.device) -> AbstractContextManager:
     """Switch autocast off, where the device has it, so that products stay in float32."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
