@@ -110,6 +110,7 @@ def test_start_refuses_an_old_torch(monkeypatch):
 # ---- run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failures_name_their_cell_and_the_rest_still_runs(tmp_path, capsys):
     check = "import depthlab as dl\ndl.check('two is under one', 2, '<', 1)"
     paths = [
@@ -120,12 +121,12 @@ def test_failures_name_their_cell_and_the_rest_still_runs(tmp_path, capsys):
         save(tmp_path / "05_good.ipynb", "#md text", "import depthlab as dl\ndl.check('one is one', 1, '==', 1)"),
     ]
     before = time.monotonic()
-    code = nbtools.run(paths, out_dir=tmp_path / "out", cell_timeout=8)
-    assert code == 1 and time.monotonic() - before < 60
+    code = nbtools.run(paths, out_dir=tmp_path / "out", cell_timeout=12)
+    assert code == 1 and time.monotonic() - before < 60 + 12
     dead, false, hangs, noisy, good, total = capsys.readouterr().out.splitlines()
     assert dead.startswith("FAILED  01_dead.ipynb, cell c02: the kernel died")
     assert false == "FAILED  02_false.ipynb, cell c02: CheckFailed: two is under one: expected < 1, got 2."
-    assert hangs == "FAILED  03_hangs.ipynb, cell c01: took over 8 s and was stopped"
+    assert hangs == "FAILED  03_hangs.ipynb, cell c01: took over 12 s and was stopped"
     assert noisy == "FAILED  04_noisy.ipynb, cell c01: writes to stderr: old api"
     assert good.startswith("ok      05_good.ipynb") and "1 checks passed" in good and good.endswith("GB")
     assert total.startswith("1 of 5 notebooks ran to the end, 1 checks passed")
@@ -217,6 +218,7 @@ def test_unreadable_notebooks_are_named(tmp_path):
 # ---- strict nbval ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_strict_run_stops_at_a_dead_kernel_and_compares_floats_to_the_last_digit(tmp_path):
     paths = [
         save(tmp_path / "01_dead.ipynb", "x = 1", "import os\nos._exit(1)", "x = 2", outputs={}),
@@ -324,11 +326,12 @@ def test_colab_links_follow_the_configured_address(tmp_path):
 # ---- the hook file --------------------------------------------------------------------------------------------------
 
 
-def test_hook_file_leaves_student_copies_out_and_quietens_the_kernels():
+def test_hook_file_leaves_student_copies_out_and_quietens_the_kernels(monkeypatch):
     import importlib.util
 
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "2"})
     spec = importlib.util.spec_from_file_location("notebooks_conftest", ROOT / "notebooks" / "conftest.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     assert hook.collect_ignore_glob == ["exercises/*"]
-    assert all(name in os.environ for name in nbtools.KERNEL_ENV)
+    assert os.environ == {**nbtools.KERNEL_ENV, "OMP_NUM_THREADS": "2"}, "what the caller asks for stays"

@@ -57,6 +57,8 @@ def run(
     chosen = _chosen(paths)
     started, failures, checks = time.perf_counter(), 0, 0
     for path in chosen:
+        if sys.stdout.isatty():
+            print(f"running {path.name}", end="\r", flush=True)  # the outcome's line overwrites it
         outcome = execute(path, cell_timeout)
         checks += outcome.checks
         if outcome.problem:

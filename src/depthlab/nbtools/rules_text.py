@@ -55,7 +55,7 @@ def header_is_complete(notebook: Notebook, path: Path) -> list[str]:
 def colab_link_matches(notebook: Notebook, path: Path) -> list[str]:
     root = next((folder for folder in path.resolve().parents if (folder / "pyproject.toml").exists()), None)
     problem = colab_problem(notebook, path, repository_address(root)) if root else None
-    return [f"{problem}; run depthlab notebooks sync-colab"] if problem else []
+    return [f"{problem}; call depthlab.nbtools.sync_colab()"] if problem else []
 
 
 def sections_in_order(notebook: Notebook, path: Path) -> list[str]:
