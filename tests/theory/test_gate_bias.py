@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath  # torch needs sympy, which needs it
 import numpy as np
 import pytest
 import torch
@@ -98,6 +99,32 @@ def test_smallest_valid_depth_is_the_first_that_works(gate, n):
     assert math.isfinite(gate_bias(gate, n, smallest))
 
 
+def exact_excess(gate: str, n: int, layers: int, base: float, base_layers: int) -> mpmath.mpf:
+    """1/g_L less the part that is no exponential, with 340 digits: enough for e^-700 beside 1."""
+    with mpmath.workdps(340):
+        return mpmath.sqrt(mpmath.mpf(layers) / base_layers) * (mpmath.exp(-mpmath.mpf(base)) + 1) - (
+            1 if gate == "independent" else n
+        )
+
+
+# Bases that make the terms of 1/g cancel at a whole depth, where float64 finds a wrong bias, or none where one exists.
+@pytest.mark.parametrize("base", [0.0, math.log(2), -math.log(3), -1.5, 5.0, 40.0, 700.0])
+@pytest.mark.parametrize("gate,n", [("independent", 4), ("competitive", 2), ("competitive", 8), ("competitive", 48)])
+@pytest.mark.parametrize("base_layers", [1, 21, 657, 1030])
+def test_bias_and_smallest_depth_are_exact_at_the_boundary(gate, n, base, base_layers):
+    smallest = smallest_valid_depth(gate, n, base, base_layers)
+    assert exact_excess(gate, n, smallest, base, base_layers) > 0
+    if smallest > 1:
+        assert exact_excess(gate, n, smallest - 1, base, base_layers) <= 0
+        with pytest.raises(ValueError, match=f"at least {smallest} mixing layers"):
+            gate_bias(gate, n, smallest - 1, base, base_layers)
+    for layers in (smallest, smallest + 1, 3 * smallest):
+        with mpmath.workdps(340):
+            wanted = float(mpmath.log(exact_excess(gate, n, layers, base, base_layers)))
+        wanted = -wanted if gate == "independent" else wanted
+        assert gate_bias(gate, n, layers, base, base_layers) == pytest.approx(wanted, rel=4e-16, abs=4e-16)
+
+
 def test_open_base_gate_has_a_smallest_depth_too():
     assert smallest_valid_depth("independent", 2, base_bias=3.0) == 20
     with pytest.raises(ValueError, match="at least 20 mixing layers"):
@@ -118,6 +145,8 @@ def test_open_base_gate_has_a_smallest_depth_too():
         ({"n_mixing_layers": "21"}, TypeError, "n_mixing_layers must be an integer"),
         ({"n_mixing_layers": float("nan")}, TypeError, "n_mixing_layers must be an integer"),
         ({"base_layers": 0}, ValueError, "base_layers must be at least 1"),
+        ({"n_streams": 2**53 + 1}, ValueError, r"n_streams must be at most 2\*\*53"),
+        ({"n_mixing_layers": 10**5000}, ValueError, r"n_mixing_layers must be at most 2\*\*53"),
         ({"base_bias": float("nan")}, ValueError, "finite"),
         ({"base_bias": float("inf")}, ValueError, "finite"),
         ({"base_bias": -1000.0}, ValueError, "within"),
@@ -152,3 +181,24 @@ def test_moments_of_a_mixed_stream_match_the_written_out_weights(layers):
 def test_moments_at_the_two_ends_of_the_gate():
     assert carry_weight(0.0, 9) == stream_variance(0.0, 9) == 1.0  # a closed gate keeps x_0
     assert carry_weight(1.0, 9) == 0.0 and stream_variance(1.0, 9) == 1.0  # an open one holds the last update
+
+
+@pytest.mark.parametrize("moment", [additive_increment, carry_weight, stream_variance])
+@pytest.mark.parametrize(
+    "g,layers,error,says",
+    [
+        (1.5, 3, ValueError, r"in \[0, 1\], got 1.5"),
+        (-0.1, 3, ValueError, r"in \[0, 1\]"),
+        (math.nan, 3, ValueError, r"in \[0, 1\], got nan"),
+        ("0.5", 3, TypeError, "real number"),
+        (0.5, -1, ValueError, "n_layers must be at least 0"),
+        (0.5, 2.5, TypeError, "n_layers must be an integer"),
+    ],
+)
+def test_moments_refuse_what_is_no_gate_or_depth(moment, g, layers, error, says):
+    with pytest.raises(error, match=says):
+        moment(g, layers)
+
+
+def test_no_layer_leaves_the_stream_as_it_was():
+    assert (additive_increment(0.3, 0), carry_weight(0.3, 0), stream_variance(0.3, 0)) == (0.0, 1.0, 1.0)

@@ -12,9 +12,13 @@ The wanted gate at L mixing layers is g_L = sigmoid(base_bias) * sqrt(base_layer
 import math
 import numbers
 import operator
+from decimal import Context, Decimal
 from typing import Any
 
 GATES = ("independent", "competitive")
+_MOST = 2**53  # of anything counted
+# At the smallest valid depth the terms of 1/g cancel: float64 would lose digits of the bias there, even its existence.
+_EXACT = Context(prec=60)
 
 
 def gate_bias(gate: str, n_streams: int, n_mixing_layers: int, base_bias: float = -3.0, base_layers: int = 21) -> float:
@@ -35,12 +39,13 @@ def gate_bias(gate: str, n_streams: int, n_mixing_layers: int, base_bias: float 
 
     Raises:
         ValueError: no bias gives that gate (the network is too shallow; the message names the smallest valid depth), an
-            unknown gate, a count below 1, or a `base_bias` that is not finite or beyond +-700 (e^b overflows).
+            unknown gate, a count outside 1 .. 2**53, or a `base_bias` that is not finite or beyond +-700 (e^b
+            overflows).
         TypeError: a count that is no integer, or a `base_bias` that is no number.
     """
     n, layers, base, base_l = _checked(gate, n_streams, n_mixing_layers, base_bias, base_layers)
     excess = _excess(_rest(gate, n), layers, base, base_l)
-    if excess <= 0.0:
+    if excess <= 0:
         smallest = smallest_valid_depth(gate, n, base, base_l)
         wanted = _sigmoid(base) * math.sqrt(base_l / layers)
         ceiling = "1" if gate == "independent" else f"1/{n}"
@@ -48,7 +53,8 @@ def gate_bias(gate: str, n_streams: int, n_mixing_layers: int, base_bias: float 
             f"No {gate} gate over {n} streams opens to {wanted:.4g} as {layers} mixing layers ask (it stays below "
             f"{ceiling}); use at least {smallest} mixing layers, or a lower base_bias."
         )
-    return -math.log(excess) if gate == "independent" else math.log(excess)
+    bias = float(excess.ln(_EXACT))
+    return -bias if gate == "independent" else bias
 
 
 def smallest_valid_depth(gate: str, n_streams: int, base_bias: float = -3.0, base_layers: int = 21) -> int:
@@ -61,8 +67,9 @@ def smallest_valid_depth(gate: str, n_streams: int, base_bias: float = -3.0, bas
     """
     n, _, base, base_l = _checked(gate, n_streams, 1, base_bias, base_layers)
     rest = _rest(gate, n)
-    layers = max(1, math.floor(base_l * (rest * _sigmoid(base)) ** 2) - 1)
-    while _excess(rest, layers, base, base_l) <= 0.0:  # the estimate is at most three below
+    root = _EXACT.divide(rest, _EXACT.add(1, _exp_minus(base)))
+    layers = max(1, int(_EXACT.multiply(base_l, _EXACT.multiply(root, root))))
+    while _excess(rest, layers, base, base_l) <= 0:  # the root of the equation, rounded down, is at most one below
         layers += 1
     return layers
 
@@ -78,21 +85,29 @@ def initial_gate(gate: str, n_streams: int, bias: float) -> float:
 
 
 def additive_increment(g: float, n_layers: int) -> float:
-    """L g^2: variance that L independent unit-variance updates, each times g, would add to a plain sum."""
-    return n_layers * g * g
+    """L g^2: variance that L independent unit-variance updates, each times g, would add to a plain sum.
+
+    Raises:
+        ValueError: g outside [0, 1] or L < 0. TypeError: g is no number or L no integer.
+    """
+    g, layers = _gate_and_layers(g, n_layers)
+    return layers * g * g
 
 
 def carry_weight(g: float, n_layers: int) -> float:
-    """(1 - g)^L: weight left on x_0 in a stream after L mixing layers with the gate g."""
-    return (1.0 - g) ** n_layers
+    """(1 - g)^L: weight left on x_0 after L mixing layers with the gate g. Raises as `additive_increment`."""
+    g, layers = _gate_and_layers(g, n_layers)
+    return (1.0 - g) ** layers
 
 
 def stream_variance(g: float, n_layers: int) -> float:
     """Variance of a mixed stream when x_0 and all L updates are independent with variance 1.
 
     s_L = (1-g)^L x_0 + sum_l g (1-g)^(L-l) F_l, hence (1-g)^(2L) + g/(2-g) * (1 - (1-g)^(2L)).
+    Raises as `additive_increment`.
     """
-    kept = (1.0 - g) ** (2 * n_layers)
+    g, layers = _gate_and_layers(g, n_layers)
+    kept = (1.0 - g) ** (2 * layers)
     return kept + g / (2.0 - g) * (1.0 - kept)
 
 
@@ -101,10 +116,14 @@ def _rest(gate: str, n: int) -> int:
     return 1 if gate == "independent" else n
 
 
-def _excess(rest: int, layers: int, base_bias: float, base_layers: int) -> float:
+def _excess(rest: int, layers: int, base_bias: float, base_layers: int) -> Decimal:
     """1/g_L - rest, with the exponential kept apart so that it is not lost beside the 1."""
-    root = math.sqrt(layers / base_layers)
-    return (root - rest) + root * math.exp(-base_bias)
+    root = _EXACT.sqrt(_EXACT.divide(layers, base_layers))
+    return _EXACT.add(_EXACT.subtract(root, rest), _EXACT.multiply(root, _exp_minus(base_bias)))
+
+
+def _exp_minus(x: float) -> Decimal:
+    return _EXACT.exp(Decimal(x).copy_negate())
 
 
 def _sigmoid(x: float) -> float:
@@ -123,10 +142,20 @@ def _checked(gate: Any, n: Any, layers: Any, base: Any, base_layers: Any) -> tup
     return whole["n_streams"], whole["n_mixing_layers"], float(base), whole["base_layers"]
 
 
-def _count(name: str, value: Any) -> int:
+def _gate_and_layers(g: Any, n_layers: Any) -> tuple[float, int]:
+    if isinstance(g, bool) or not isinstance(g, numbers.Real):
+        raise TypeError(f"A gate must be a real number in [0, 1], got {g!r}.")
+    if not 0.0 <= g <= 1.0:  # also false for NaN
+        raise ValueError(f"A gate must lie in [0, 1], got {g!r}.")
+    return float(g), _count("n_layers", n_layers, least=0)
+
+
+def _count(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer of at least 1, got {value!r}.")
+        raise TypeError(f"{name} must be an integer of at least {least}, got {value!r}.")
     count = operator.index(value)
-    if count < 1:
-        raise ValueError(f"{name} must be at least 1, got {count}.")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}.")
+    if count > _MOST:
+        raise ValueError(f"{name} must be at most 2**53, got a larger integer.")
     return count
