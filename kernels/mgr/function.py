@@ -161,11 +161,13 @@ def _check_eps(eps: float) -> None:
 
 
 def check_tensor(name: str, x: Tensor) -> None:
-    """TypeError in one sentence unless `x` is a tensor of float16, bfloat16, float32 or float64."""
+    """TypeError in one sentence unless `x` is a dense tensor of float16, bfloat16, float32 or float64."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}; convert it first.")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; use one of {', '.join(str(d)[6:] for d in DTYPES)}.")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; make it dense first.")
 
 
 def _check_streams(streams: Tensor) -> tuple[int, int]:

@@ -165,6 +165,46 @@ def test_bfloat16_streams_lose_no_more_than_their_storage(scheme, layers, x):
     torch.testing.assert_close(*results, rtol=0, atol=0.14)
 
 
+def test_float64_signals_are_computed_in_float64_whatever_the_parameters(residual, x):
+    updates = torch.randn(LAYERS, 2, 3, WIDTH, dtype=torch.float64)
+    results = []
+    for parameters in (torch.float32, torch.float64):
+        residual.to(parameters)
+        h, state = residual.start(x.double())
+        for layer, update in enumerate(updates):
+            h, state = residual.step(layer, update, state)
+        assert h.dtype == state.stacked().dtype == torch.float64
+        results.append(h)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_function_transforms_work(residual, layers, x):
+    torch.testing.assert_close(torch.func.vmap(lambda xi: residual(xi, layers))(x), residual(x, layers))
+    parameters = dict(residual.named_parameters())
+
+    def total(parameters, x):
+        return torch.func.functional_call(residual, parameters, (x, layers)).pow(3).sum()
+
+    if parameters:
+        one_by_one = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, x)
+        together = torch.func.grad(total)(parameters, x)
+        for name, gradient in together.items():
+            torch.testing.assert_close(one_by_one[name].sum(0), gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_the_whole_model_can_be_exported(residual, layers, x):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.residual, self.layers = residual, layers
+
+        def forward(self, x):
+            return self.residual(x, list(self.layers))
+
+    exported = torch.export.export(Whole(), (x,)).module()
+    torch.testing.assert_close(exported(x), residual(x, layers), rtol=1e-5, atol=1e-6)
+
+
 # ---- copies, state dicts, initialisation
 
 

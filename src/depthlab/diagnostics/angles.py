@@ -15,7 +15,7 @@ def angular_distance(a: Tensor, b: Tensor) -> Tensor:
     0: same direction, 1/2: orthogonal, 1: opposite. NaN where one of them is zero, which has no direction. Computed in
     float64 as 2 atan2(|a' - b'|, |a' + b'|) of the unit vectors: arccos loses half the digits near 0 and 1.
 
-    Source: Gromov et al., arXiv 2403.17887, equation (6).
+    Source: Gromov et al., arXiv 2403.17887.
     """
     a, b = (v.double() / v.double().norm(dim=-1, keepdim=True) for v in (a, b))
     return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)) / torch.pi

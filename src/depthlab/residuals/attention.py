@@ -43,7 +43,8 @@ class AttnRes(Residual):
         if layer == 0:
             return torch.ones(1, device=state.streams[0].device)
         own = self.residual_layers[layer - 1]
-        weight = own.query * own.key_weight
+        _, query, key_weight = wide(state.extra[0], own.query, own.key_weight)
+        weight = query * key_weight
         # Sources stay apart: a half-precision product with a float32 weight is float32, and keeps no copy for backward.
         logits = [(v * weight).sum(-1) * scale for v, scale in zip(state.streams, state.extra, strict=True)]
         return torch.stack(logits, -1).softmax(-1)

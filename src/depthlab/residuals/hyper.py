@@ -22,6 +22,11 @@ def _mean_weights(streams: Tensor) -> Tensor:
     return torch.full((n,), 1 / n, dtype=dtype, device=streams.device)
 
 
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight in x's dtype, which `wide` has made the wider one."""
+    return x @ weight.to(x.dtype)
+
+
 class _HyperLayer(nn.Module):
     """One sublayer's static coefficients, and the weights of their token-dependent parts."""
 
@@ -71,12 +76,12 @@ class HyperConnections(Residual):
         if layer == self.n_sublayers:
             return _mean_weights(state.streams)
         own = self.residual_layers[layer]
-        return own.static_read + own.read_mix_scale * torch.tanh(self._normed(state) @ own.dynamic_read)
+        return own.static_read + own.read_mix_scale * torch.tanh(_project(self._normed(state), own.dynamic_read))
 
     def write_weights(self, layer: int, state: State) -> tuple[Tensor, Tensor]:
         own, normed = self.residual_layers[layer], self._normed(state)
-        mix = own.static_mix + own.read_mix_scale * torch.tanh(normed @ own.dynamic_mix)
-        write = own.static_write + own.write_scale * torch.tanh(normed @ own.dynamic_write)
+        mix = own.static_mix + own.read_mix_scale * torch.tanh(_project(normed, own.dynamic_mix))
+        write = own.static_write + own.write_scale * torch.tanh(_project(normed, own.dynamic_write))
         return mix.transpose(-1, -2), write
 
     def _normed(self, state: State) -> Tensor:
@@ -157,15 +162,17 @@ class MHCLite(Residual):
         if layer == self.n_sublayers:
             return _mean_weights(state.streams)
         own = self.residual_layers[layer]
-        return torch.sigmoid(own.read_scale * (self._normed(state) @ own.read_weight) + own.read_bias)
+        return torch.sigmoid(own.read_scale * _project(self._normed(state), own.read_weight) + own.read_bias)
 
     def write_weights(self, layer: int, state: State) -> tuple[Tensor, Tensor]:
         own, normed = self.residual_layers[layer], self._normed(state)
-        write = 2 * torch.sigmoid(own.write_scale * (normed @ own.write_weight) + own.write_bias)
+        write = 2 * torch.sigmoid(own.write_scale * _project(normed, own.write_weight) + own.write_bias)
         if self.n_streams == 1:
             return self.residual_permutations[0], write
-        shares = (own.mix_scale * (normed @ own.mix_weight) + own.mix_bias).softmax(-1)
-        return (shares @ self.residual_permutations.flatten(1)).unflatten(-1, (self.n_streams, self.n_streams)), write
+        shares = (own.mix_scale * _project(normed, own.mix_weight) + own.mix_bias).softmax(-1)
+        return _project(shares, self.residual_permutations.flatten(1)).unflatten(
+            -1, (self.n_streams, self.n_streams)
+        ), write
 
     def _normed(self, state: State) -> Tensor:
         streams, _ = wide(state.streams, self.residual_permutations)

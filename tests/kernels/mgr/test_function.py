@@ -239,6 +239,7 @@ WRONG = {
     "streams are a list": (TypeError, {"streams": [1.0]}, "streams must be a torch.Tensor, got list"),
     "streams are integers": (TypeError, {"streams": torch.ones(3, 2, 4).long()}, "streams has dtype torch.int64"),
     "update is complex": (TypeError, {"update": torch.ones(3, 4) + 0j}, "update has dtype torch.complex64"),
+    "sparse streams": (TypeError, {"streams": torch.ones(3, 2, 4).to_sparse()}, "streams has layout torch.sparse_coo"),
     "bias is None": (TypeError, {"bias": None}, "bias must be a torch.Tensor, got NoneType"),
     "one dimension": (ValueError, {"streams": torch.ones(4)}, "streams has shape [4]; it needs [.., n, C]"),
     "no stream": (ValueError, {"streams": torch.ones(3, 0, 4)}, "n=0; a token has 1 to 16 streams"),
