@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,6 +72,13 @@ def test_reads_come_normalised_unless_asked_for_raw(scheme, layers, x):
 @pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (0, 3, WIDTH), (2, 1, 3, WIDTH)])
 def test_any_leading_dimensions_work(residual, layers, shape):
     assert residual(torch.ones(shape), layers).shape == shape
+
+
+def test_layers_may_be_any_integers_and_skip_any_iterable(residual, layers, x):
+    h, state = residual.start(x)
+    assert torch.equal(residual.step(np.int64(0), x, state)[0], residual.step(0, x, state)[0])
+    assert torch.equal(residual(x, layers, skip=(i for i in (1, 2))), residual(x, layers, skip={1, 2}))
+    assert not torch.equal(residual(x, layers, skip={1, 2}), residual(x, layers))
 
 
 def test_states_and_inputs_are_never_changed(residual, layers, x):

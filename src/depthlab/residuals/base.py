@@ -9,8 +9,9 @@ so a scheme is its three coefficients, which may depend on the token. `write_wei
 `step` applies them, by a shorter way where there is one. Diagnostics need nothing else.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ class Residual(nn.Module):
         with _full_precision(state.device()):
             return self._read(layer, state)
 
-    def forward(self, x: Tensor, sublayers: Sequence[Callable], skip: Collection[int] = ()) -> Tensor:
+    def forward(self, x: Tensor, sublayers: Sequence[Callable], skip: Iterable[int] = ()) -> Tensor:
         """The whole loop from the embedding to the output's read [B, T, C], leaving out the sublayers in `skip`.
 
         Raises:
@@ -159,7 +160,8 @@ class Residual(nn.Module):
         """
         if len(sublayers) != self.n_sublayers:
             raise ValueError(f"{len(sublayers)} sublayers were given; this residual was built for {self.n_sublayers}.")
-        if not set(skip) <= set(range(self.n_sublayers)):
+        skip = frozenset(skip)
+        if not skip <= set(range(self.n_sublayers)):
             raise ValueError(f"skip={sorted(skip)} names a sublayer outside 0 .. {self.n_sublayers - 1}.")
         h, state = self.start(x)
         for layer, sublayer in enumerate(sublayers):
@@ -198,7 +200,7 @@ class Residual(nn.Module):
             raise TypeError(f"state is {type(state).__name__}; pass on the state that start or step returned.")
 
     def _check_layer(self, layer: int, state: State, last: int) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, int):
+        if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise TypeError(f"layer must be an integer, got {type(layer).__name__}.")
         if not 0 <= layer <= last:
             raise ValueError(f"layer={layer} is out of range; this residual was built for 0 .. {last}.")
