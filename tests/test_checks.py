@@ -66,8 +66,23 @@ def test_the_failure_shows_value_relation_and_bound() -> None:
         check("loss", 0.75, "in", (0, 0.5))
     with pytest.raises(CheckFailed, match=r"^count: expected == 3, got 4.$"):
         check("count", 4, "==", 3)
-    with pytest.raises(CheckFailed, match="more than 15 digits"):
+    with pytest.raises(CheckFailed, match="more than 40 digits"):
         check("count", 10**5000, "==", 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "relation", "bound", "says"),
+    [
+        (0.50000001, "<=", 0.5, "expected <= 0.5, got 0.50000001."),
+        (1.0, "==", 1.0000001, "expected == 1.0000001, got 1.0."),
+        (2.0000001, "in", (1.0, 2.0), "expected in [1.0, 2.0], got 2.0000001."),
+        (10**20 + 1, "==", 10**20, "expected == 100000000000000000000, got 100000000000000000001."),
+    ],
+)
+def test_a_near_miss_shows_the_digits_that_decide(value: Any, relation: str, bound: Any, says: str) -> None:
+    with pytest.raises(CheckFailed) as caught:
+        check("x", value, relation, bound)
+    assert str(caught.value) == f"x: {says}"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +90,8 @@ def test_the_failure_shows_value_relation_and_bound() -> None:
     [
         (1.0, "!=", 2.0, ValueError),
         (1.0, "=", 2.0, ValueError),
+        (1.0, ["<"], 2.0, ValueError),
+        (torch.ones(0), "<", 1.0, TypeError),
         (1.0, "<", math.nan, ValueError),
         (1.0, "in", (2.0, 1.0), ValueError),
         (1.0, "in", (math.nan, 1.0), ValueError),

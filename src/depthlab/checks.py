@@ -39,7 +39,10 @@ def check(name: str, value: float, relation: str, bound: float | tuple[float, fl
     """
     number, limit = _numbers(name, value, relation, bound)
     if not _RELATIONS[relation](number, limit):
-        raise CheckFailed(f"{name}: expected {relation} {_show(limit)}, got {_show(number)}.")
+        wanted, got = _show(limit), _show(number)
+        if got in wanted.strip("[]").split(", "):  # rounded, they would look as if the relation held
+            wanted, got = _show(limit, exact=True), _show(number, exact=True)
+        raise CheckFailed(f"{name}: expected {relation} {wanted}, got {got}.")
     print(f"PASS  {name}")
 
 
@@ -50,7 +53,7 @@ def holds(name: str, value: float, relation: str, bound: float | tuple[float, fl
 
 
 def _numbers(name: str, value: Any, relation: str, bound: Any) -> tuple[float, float | tuple[float, float]]:
-    if relation not in _RELATIONS:
+    if not isinstance(relation, str) or relation not in _RELATIONS:
         raise ValueError(f"check({name!r}) got relation {relation!r}; use one of {', '.join(_RELATIONS)}.")
     number = _as_number(name, "value", value)
     limit = _as_interval(name, bound) if relation == "in" else _as_number(name, "bound", bound)
@@ -65,10 +68,10 @@ def _as_number(name: str, role: str, x: Any) -> float:
         try:
             x = x.item()
         except (ValueError, RuntimeError):
-            raise TypeError(f"check({name!r}) got a {role} with more than one element; reduce it first.") from None
+            raise TypeError(f"check({name!r}) got a {role} that is not one element; reduce it to one first.") from None
     if isinstance(x, int | float):
         return x
-    raise TypeError(f"check({name!r}) got a {role} of type {type(x).__name__}; give one real number.")
+    raise TypeError(f"check({name!r}) got a {role} of type {type(x).__name__}; give one int or float.")
 
 
 def _as_interval(name: str, bound: Any) -> tuple[float, float]:
@@ -80,9 +83,9 @@ def _as_interval(name: str, bound: Any) -> tuple[float, float]:
     return low, high
 
 
-def _show(x: float | tuple[float, float]) -> str:
+def _show(x: float | tuple[float, float], exact: bool = False) -> str:
     if isinstance(x, tuple):
-        return f"[{_show(x[0])}, {_show(x[1])}]"
+        return f"[{_show(x[0], exact)}, {_show(x[1], exact)}]"
     if isinstance(x, int):
-        return str(x) if abs(x) < 10**15 else "an integer of more than 15 digits"
-    return f"{x:.6g}"
+        return str(x) if abs(x) < 10**40 else "an integer of more than 40 digits"
+    return repr(x) if exact else f"{x:.6g}"
