@@ -43,7 +43,11 @@ def test_help_imports_no_part_of_the_package() -> None:
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("command", [["frob"], ["runs", "make"], ["notebooks"], ["data"], ["train"], ["claims", "--x"]])
+@pytest.mark.parametrize(
+    "command",
+    [["frob"], ["runs", "make"], ["notebooks"], ["data"], ["train"], ["claims", "--x"]]
+    + [["claims", "--check", "--write", "x"]],
+)
 def test_what_is_no_command_is_refused_with_the_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(command)
@@ -112,6 +116,12 @@ def test_other_errors_end_without_a_traceback(
     shown = capsys.readouterr().err
     assert says in shown
     assert shown.count("\n") == (1 if says else 0)
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m depthlab data prepare >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -21,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         code = chosen.run(chosen)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
@@ -52,10 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     claims = commands.add_parser("claims", help="every claim of the papers with its computed verdict")
-    claims.add_argument(
+    either = claims.add_mutually_exclusive_group()
+    either.add_argument(
         "--check", action="store_true", help="fail if the README's tables are not what the records give"
     )
-    claims.add_argument("--write", metavar="README", help="generate the tables in this file")
+    either.add_argument("--write", metavar="README", help="generate the tables in this file")
     claims.set_defaults(run=_claims)
 
     runs = commands.add_parser("runs", help="list the records, or make one again")
