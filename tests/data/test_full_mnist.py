@@ -24,7 +24,7 @@ import torch
 
 from depthlab import data
 from depthlab.bundles import build_bundles
-from depthlab.data import digits
+from depthlab.data import digits, files
 
 COUNTS = {"train": 60, "test": 20}
 
@@ -412,6 +412,36 @@ def test_without_a_given_cache_the_platform_names_one(monkeypatch, tmp_path, val
     assert data.cache_dir().parts[-3:] == ("Library", "Caches", "depthlab")
     monkeypatch.setenv("DEPTHLAB_CACHE", "~/there")
     assert data.cache_dir() == Path.home() / "there"
+
+
+def test_a_cache_below_an_unknown_home_is_refused(monkeypatch):
+    monkeypatch.setenv("DEPTHLAB_CACHE", "~no-such-user-here/x")
+    assert "DEPTHLAB_CACHE" in refused()
+
+
+# --- more than one thread
+
+
+def test_threads_that_download_at_once_get_the_data_and_leave_the_process_as_it_was(mirror):
+    before, got = (sys.stderr, socket.getdefaulttimeout()), []
+    threads = [threading.Thread(target=lambda: got.append(data.mnist("test", full=True))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (sys.stderr, socket.getdefaulttimeout()) == before
+    assert len(got) == 4
+    for digits_ in got:
+        assert_official(digits_, "test")
+
+
+@pytest.mark.parametrize(("ci", "quiet"), [("1", True), ("yes", True), ("0", False), ("false", False), ("", False)])
+def test_the_progress_of_downloads_hides_exactly_where_ci_is_on(monkeypatch, ci, quiet):
+    monkeypatch.setenv("CI", ci)
+    before = sys.stderr
+    with files.downloading():
+        assert (sys.stderr is not before) == quiet
+    assert sys.stderr is before
 
 
 # --- more than one process

@@ -3,18 +3,20 @@
 LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86 (1998).
 """
 
+import contextlib
 import gzip
 import os
 import socket
 import struct
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from depthlab.data.files import DataError, bundle, cache_dir, gist, quiet_in_ci, sha256
+from depthlab.data.files import DataError, bundle, cache_dir, downloading, gist, sha256
 
 SPLITS = {"train": "train", "test": "t10k"}  # our name -> the prefix of the official files
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801
@@ -145,6 +147,17 @@ def _from_cache(split: str) -> tuple[bytes, bytes] | None:
     return images, labels
 
 
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Sockets opened inside wait no longer than that for an answer."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
 def download() -> None:
     """Fetch the four complete files with torchvision's downloader, verify them, then put them into our cache.
 
@@ -164,11 +177,13 @@ def download() -> None:
         ) from None
     target = cache_dir() / "mnist"
     failures = []
-    timeout = socket.getdefaulttimeout()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="download-", dir=target) as scratch, quiet_in_ci():
-            socket.setdefaulttimeout(20)  # torchvision sets none: a silent server would hold us for ever
+        with (
+            tempfile.TemporaryDirectory(prefix="download-", dir=target) as scratch,
+            downloading(),
+            _time_limit(20),  # torchvision sets none: a silent server would hold us for ever
+        ):
             for number, mirror in enumerate(Downloader.mirrors):
                 # One mirror at a time in a folder of its own: older torchvision ends at the first wrong checksum.
                 folder = Path(scratch) / str(number)
@@ -188,8 +203,6 @@ def download() -> None:
             f"The cache folder {target} cannot be written ({gist(error)}); "
             f"set DEPTHLAB_CACHE to a folder that can, {otherwise}."
         ) from None
-    finally:
-        socket.setdefaulttimeout(timeout)
     raise DataError(
         f"The complete MNIST could not be downloaded ({'; '.join(dict.fromkeys(failures)) or 'no mirror'}); "
         f"connect to the network and try again, {otherwise}."

@@ -8,9 +8,14 @@ import os
 import re
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+from depthlab.runs.progress import in_ci
+
+_DOWNLOADS = threading.RLock()
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([^\x00-\x1f]+)")
 
 
@@ -74,15 +79,26 @@ def bundle(folder: str, name: str) -> bytes:
 
 
 def cache_dir() -> Path:
-    """Where complete downloads are kept: ``$DEPTHLAB_CACHE``, else ``depthlab`` in the platform's cache directory."""
-    if given := os.environ.get("DEPTHLAB_CACHE"):
-        return Path(given).expanduser().absolute()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Where complete downloads are kept: ``$DEPTHLAB_CACHE``, else ``depthlab`` in the platform's cache directory.
+
+    Raises:
+        DataError: the folder lies below a home directory that the system does not know.
+    """
+    given = os.environ.get("DEPTHLAB_CACHE")
+    try:
+        if given:
+            return Path(given).expanduser().absolute()
+        if sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        where = f"DEPTHLAB_CACHE={given}" if given else "The default cache"
+        raise DataError(
+            f"{where} lies below an unknown home; set DEPTHLAB_CACHE to the full path of a folder."
+        ) from None
     return base / "depthlab"
 
 
@@ -94,6 +110,12 @@ def gist(error: BaseException, last_line: bool = False) -> str:
     return textwrap.shorten(text, 120, placeholder=" ...").rstrip(".;")
 
 
-def quiet_in_ci() -> contextlib.AbstractContextManager[object]:
-    """Swallow other libraries' progress bars where nobody watches."""
-    return contextlib.redirect_stderr(io.StringIO()) if os.environ.get("CI") else contextlib.nullcontext()
+@contextlib.contextmanager
+def downloading() -> Iterator[None]:
+    """One download at a time, because what it changes (stderr, a time limit) belongs to all threads.
+
+    In CI it swallows other libraries' progress bars: nobody watches them there.
+    """
+    quiet = contextlib.redirect_stderr(io.StringIO()) if in_ci() else contextlib.nullcontext()
+    with _DOWNLOADS, quiet:
+        yield

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from depthlab.data.files import DataError, cache_dir, gist, parse_sums, quiet_in_ci, sha256_of_file
+from depthlab.data.files import DataError, cache_dir, downloading, gist, parse_sums, sha256_of_file
 
 HUB_SECONDS = 4.0  # how long the hub may take to answer before we say that it is out of reach
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -48,7 +48,7 @@ def hub_text(
             `HUB_SECONDS` otherwise), bytes differ from their checksum, or there is no such split or column.
     """
     datasets = _import("datasets")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if str(source) and os.path.exists(path):
         if revision is not None:
             raise ValueError(f"{source} exists here, where revision={revision!r} means nothing; leave revision out.")
@@ -157,7 +157,7 @@ def hub_folder(
             raise DataError(f"{repo} has no file that matches {files!r}; leave files out or give another pattern.")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix="download-", dir=target.parent) as scratch, quiet_in_ci():
+            with tempfile.TemporaryDirectory(prefix="download-", dir=target.parent) as scratch, downloading():
                 _download(repo, revision, kind, names, Path(scratch) / "entry")
                 _rename(Path(scratch) / "entry", target)
         except DataError:
