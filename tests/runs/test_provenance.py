@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,19 @@ def test_without_git_the_variables_say_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert (module.provenance()["commit"], module.provenance()["clean"]) == (COMMIT, False)
     monkeypatch.setenv("DEPTHLAB_CLEAN", "1")
     assert module.provenance()["clean"] is True
+
+
+def test_a_checkout_below_any_folder_name_gives_its_commit_in_any_locale(checkout: Path) -> None:
+    moved = checkout.with_name("a folder \u00c1 \u4e2d")
+    checkout.rename(moved)
+    code = (
+        "import importlib, sys; m = importlib.import_module('depthlab.runs.provenance')\n"
+        "m.__file__ = sys.argv[1]; found = m.provenance(); print(found['commit'], found['clean'])"
+    )
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", code, str(moved / "src/depthlab/runs/provenance.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **plain})
+    assert (done.stdout, done.stderr) == (f"{git(moved, 'rev-parse', 'HEAD')} True\n", "")
 
 
 @pytest.mark.parametrize(("name", "value"), [("DEPTHLAB_COMMIT", "main"), ("DEPTHLAB_CLEAN", "maybe")])

@@ -97,7 +97,7 @@ def _git(folder: Path | str, *arguments: str, failed: str = "") -> str:
 
 def _run(command: list[str], failed: str = "") -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.SubprocessError):
         return failed
-    return done.stdout.strip() if done.returncode == 0 else failed
+    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else failed  # a path, whatever the locale
