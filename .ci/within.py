@@ -11,9 +11,14 @@ import time
 
 
 def main(budget_s: int, name: str, command: list[str]) -> int:
-    enforced = os.environ.get("CI", "").lower() in {"1", "true"}
+    # Also used before anything is installed, so this cannot ask depthlab.runs.in_ci.
+    enforced = os.environ.get("CI", "").strip().lower() not in ("", "0", "false")
     start = time.monotonic()
-    process = subprocess.Popen(command, start_new_session=enforced)
+    try:
+        process = subprocess.Popen(command, start_new_session=enforced)
+    except OSError as error:
+        print(f"FAILED: {name} cannot start {command[0]} ({error.strerror}); run `make install`.", flush=True)
+        return 127
     try:
         code = process.wait(timeout=budget_s if enforced else None)
     except subprocess.TimeoutExpired:
@@ -21,6 +26,8 @@ def main(budget_s: int, name: str, command: list[str]) -> int:
         print(f"FAILED: {name} outran its budget of {budget_s} s", flush=True)
         return 1
     except KeyboardInterrupt:
+        if enforced:  # a session of its own, which Ctrl-C does not reach
+            os.killpg(process.pid, signal.SIGINT)
         return process.wait()
     print(f"-- {name}: {time.monotonic() - start:.0f} s (budget in CI: {budget_s} s), exit code {code}", flush=True)
     return code
