@@ -48,7 +48,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "depthlab needs Python 3.11 or newer, this is %d.%d; set PYTHON=python3.12, say." % sys.version_info[:2])'
 	@echo "Installing into .venv (torch is large; a few minutes the first time)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv  # also after one cut short
 	@$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	@$(WITHIN) 300 "installation" $(BIN)/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) -e '.[notebooks,data,dev]'
 	@touch $(INSTALLED)
