@@ -89,6 +89,7 @@ def test_a_network_does_not_depend_on_what_else_is_in_the_stack(digits):
 def test_scores_of_a_stack_are_the_public_scores_of_each_network(digits, name):
     config = replace(toy.VARIANTS[name], width=80, depth=4)  # wide enough for the iterative path
     stack = Stack(config, [Net(s, g, 1e-3) for g in (0.3, 0.9) for s in (0, 1)], digits, steps=30)
+    assert not {"follows", "cumulative_v1"} & set(measuring.measure(stack, 64))  # no gradient has been summed up yet
     stack.advance(30)
     scores = measuring.measure(stack, 64) | {"weight_index_matched": measuring.index_matched(stack, threads=2)}
     for i in range(4):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthlab.continuity import grid_experiments as ge
-from depthlab.continuity import toy, training
+from depthlab.continuity import recording, toy, training
 from depthlab.runs import Cell, make
 from depthlab.runs.experiment import Experiment
 
@@ -107,13 +107,13 @@ def test_a_diverged_seed_is_recorded_as_such_and_the_others_keep_their_numbers(m
     cell = Cell("c", {"network": "res-none", "optimizer": "sgd"})
     calm = ge.run_cell(cell, SMALL)
 
-    class Wild(ge.Stack):
+    class Wild(recording.Stack):
         def advance(self, to):
             super().advance(to)
             if self.gradient_sum is not None and to == 30:  # the recorded run, not the choice
                 self.params.weights[1] = torch.nan
 
-    monkeypatch.setattr(ge, "Stack", Wild)
+    monkeypatch.setattr(recording, "Stack", Wild)
     wild = ge.run_cell(cell, SMALL)
     assert wild[0].metrics == calm[0].metrics and wild[2].metrics == calm[2].metrics
     rate = calm[1].metrics["choice_rate"]

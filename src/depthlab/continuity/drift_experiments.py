@@ -6,7 +6,7 @@ from typing import Any
 
 from depthlab.continuity import drift, measuring, toy, training
 from depthlab.continuity.batched import Net, Stack
-from depthlab.continuity.grid_experiments import SEEDS, curve, device, divergence, short
+from depthlab.continuity.recording import SEEDS, curve, device, divergence, short
 from depthlab.runs import Cell, Experiment, Result
 
 STEPS = (0, 20, 50, 100, 150, 200, 300, 450, 650, 900, 1200, 1600, 2000, 2500, 3000)

@@ -6,7 +6,6 @@ among those that are recorded. The other settings are those of `experiments`, wh
 residual network continuity forms and then falls there.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthlab.continuity import measuring, toy, training
-from depthlab.continuity.batched import Net, Stack
-from depthlab.continuity.experiments import closing_metrics
-from depthlab.runs import Cell, Curve, Experiment, Result, grid
+from depthlab.continuity import recording, toy, training
+from depthlab.continuity.batched import Net
+from depthlab.continuity.recording import SEEDS
+from depthlab.runs import Cell, Experiment, Result, grid
 
-SEEDS = tuple(range(10))
 SCALES = (0.05, 0.1, 0.32, 0.577)
 # Without the residual connection a signal passes 16 layers only at scales near 1; below 0.3 nothing is left to train.
 NO_RESIDUAL_SCALES = (0.32, 0.577, 1.0, 1.414)
@@ -94,11 +92,6 @@ class Choice(NamedTuple):
     stable: int  # how many rates of the list were stable
 
 
-def device() -> str:
-    """Where the networks train: the GPU where there is one. A record's `hardware` says which."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
     """Choose the rates of one wiring and optimizer, train all scales and seeds at them, measure on log-spaced steps."""
     network, optimizer = toy.VARIANTS[cell.settings["network"]], cell.settings["optimizer"]
@@ -107,18 +100,18 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
     scales = config["scales" if network.residual else "no_residual_scales"]
     chosen = choose_rates(network, optimizer, scales, images, config)
     nets = [Net(seed, scale, chosen[scale].rate) for scale in scales for seed in config["seeds"]]
-    stack = _stack(network, optimizer, nets, images, config["steps"], config)
-    rows = measured_rows(
-        stack, training.log_steps(config["steps"], config["points"][optimizer]), config["gradient_batch"]
-    )
-    closing = closing_scores(stack)
+    stack = recording.build(network, nets, images, config["steps"], config, optimizer)
+    points = training.log_steps(config["steps"], config["points"][optimizer])
+    rows = recording.measured_rows(stack, points, config["gradient_batch"])
+    closing = recording.closing_scores(stack)
     names = CURVES if optimizer == "adam" else CURVES[:2]
     results = []
     for scale in scales:
         at = [i for i, net in enumerate(nets) if net.init_scale == scale]
         choice = {f"choice_{k}": float(v) for k, v in chosen[scale]._asdict().items()}
         variant = f"{cell.settings['network']}/{optimizer}/g={scale}"
-        results += to_results(variant, stack, at, rows, closing, choice, names if scale == CURVES_SCALE else ())
+        drawn = names if scale == CURVES_SCALE else ()
+        results += recording.to_results(variant, stack, at, rows, closing, drawn, choice, lambda n: n not in LEFT_OUT)
     return results
 
 
@@ -128,7 +121,7 @@ def choose_rates(
     """For each initial scale the rate of least training loss among the stable ones; see `choose`."""
     rates, seeds = config["rates"][optimizer], config["choosing_seeds"]
     nets = [Net(seed, scale, rate) for scale in scales for rate in rates for seed in seeds]
-    stack = _stack(network, optimizer, nets, images, config["choosing_steps"], config, gradient_sum=False)
+    stack = recording.build(network, nets, images, config["choosing_steps"], config, optimizer, gradient_sum=False)
     stack.advance(config["choosing_steps"])
     losses = stack.losses.cpu().double().view(len(scales), len(rates), len(seeds), -1)
     return {scale: choose(rates, of_scale) for scale, of_scale in zip(scales, losses, strict=True)}
@@ -146,95 +139,3 @@ def choose(rates: Sequence[float], losses: Tensor) -> Choice:
     order = [i for i in late.argsort().tolist() if stable[i]] or [0]
     best = order[0]
     return Choice(rates[best], best in (0, len(rates) - 1), float(late[best]), int(stable.sum()))
-
-
-def measured_rows(stack: Stack, points: Sequence[int], gradient_batch: int) -> list[list[dict[str, float]]]:
-    """Train through `points` and measure at each: rows[network][point], with the names of `training.measure`."""
-    rows: list[list[dict[str, float]]] = [[] for _ in stack.nets]
-    before = 0
-    for point in stack.at_points(points):
-        scores = {name: values.tolist() for name, values in measuring.measure(stack, gradient_batch).items()}
-        recent = stack.losses[:, before:point].double().mean(1).tolist()
-        scores["train_loss"] = recent
-        for i, own in enumerate(rows):
-            own.append({"step": point} | {name: values[i] for name, values in scores.items()})
-        before = point
-    for own, first in zip(rows, stack.losses[:, 0].tolist(), strict=True):
-        if own[0]["step"] == 0:  # no step lies before it; the first batch's loss was not known then
-            own[0]["train_loss"] = first
-    return rows
-
-
-def closing_scores(stack: Stack) -> dict[str, list[float]]:
-    """What is measured at the end only, one number a network: index-matched alignment, test loss and accuracy."""
-    params, alive = measuring.finite(stack)
-    loss, accuracy = training.evaluate_each(params, stack.config, stack.images.test_x, stack.images.test_y)
-    scores = {"weight_index_matched": measuring.index_matched(stack, threads=4), "test_loss": loss}
-    scores["test_accuracy"] = accuracy
-    return {name: measuring.only(alive, values).tolist() for name, values in scores.items()}
-
-
-def to_results(
-    variant: str,
-    stack: Stack,
-    at: Sequence[int],
-    rows: Sequence[Sequence[dict[str, float]]],
-    closing: dict[str, list[float]],
-    extra: dict[str, float],
-    curves: Sequence[str],
-) -> list[Result]:
-    """One Result for each network `at`: `closing_metrics` of its rows, `closing` and `extra`; NaN where it diverged."""
-    results = []
-    for i in at:
-        last = {name: values[i] for name, values in closing.items()}
-        why = divergence(stack, i, [*rows[i], last])
-        # A diverged run has the same metrics, none of which is known: the zeros only stand in to name them.
-        known = [dict.fromkeys(row, 0.0) for row in rows[i]] if why else rows[i]
-        numbers = closing_metrics(known, stack.config) | last
-        numbers = {name: math.nan if why else short(value) for name, value in numbers.items()} | extra
-        numbers = {name: value for name, value in numbers.items() if name not in LEFT_OUT}
-        drawn = {name: curve(rows[i], name) for name in curves}
-        results.append(Result(variant, stack.nets[i].seed, numbers, drawn, why))
-    return results
-
-
-def divergence(stack: Stack, i: int, measured: Sequence[dict[str, float]] = ()) -> str:
-    """One sentence where network i, or a number measured on it, is not finite, else ""."""
-    step = stack.diverged_at()[i]
-    if step:
-        return f"The loss was not finite from step {step} on, at rate {stack.nets[i].rate:g}."
-    if not stack.alive()[i]:
-        return f"The parameters were not finite after step {stack.step}, at rate {stack.nets[i].rate:g}."
-    bad = [name for numbers in measured for name, value in numbers.items() if not math.isfinite(value)]
-    return f"Its {bad[0]} was not finite, at rate {stack.nets[i].rate:g}." if bad else ""
-
-
-def _stack(
-    network: toy.ToyConfig,
-    optimizer: str,
-    nets: Sequence[Net],
-    images: training.Digits,
-    steps: int,
-    config: dict[str, Any],
-    gradient_sum: bool = True,
-) -> Stack:
-    return Stack(
-        network,
-        nets,
-        images,
-        steps=steps,
-        optimizer=optimizer,
-        batch_size=config["batch_size"],
-        device=device(),
-        gradient_sum=gradient_sum,
-    )
-
-
-def curve(rows: Sequence[dict[str, float]], name: str) -> Curve:
-    measured = [row for row in rows if name in row]
-    return Curve([row["step"] for row in measured], [short(row[name]) for row in measured])
-
-
-def short(value: float) -> float:
-    """Four significant digits: more than the seeds' spread needs, and a record of half the size."""
-    return float(f"{value:.4g}")

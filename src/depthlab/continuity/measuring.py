@@ -18,10 +18,13 @@ SUBSPACE = 10  # the k of the overlaps, as in `metrics.subspace_overlap`
 
 
 def measure(stack: Stack, gradient_batch: int = 1024) -> dict[str, Tensor]:
-    """The numbers of `training.measure` but `weight_index_matched` (see there) and `train_loss`; and, beside them,
+    """Every continuity number of one moment but the full SVDs of `index_matched`.
 
-    `weight_u1`, `grad_u1` (output space), `weight_v1_in_span` (share of a leading direction in the span of its
-    neighbour's ten) and `grad_gram`.
+    In input space: `weight_*`, `grad_*` (on the first `gradient_batch` training digits) and `cumulative_*` (the sum of
+    raw gradients, absent at step 0) are scores of `metrics`; `*_no_ones` is without the all-ones direction; `follows`
+    is the |cos| of a layer's leading weight direction and its leading cumulative-gradient direction;
+    `weight_v1_in_span` the share of a leading direction in the span of its neighbour's ten. In output space:
+    `weight_u1`, `grad_u1`. `ratio_*` is the size of the update over that of W_0; `val_*` are of the validation digits.
     """
     params, alive = finite(stack)
     weights, initial = params.weights, stack.initial

@@ -1,18 +1,17 @@
-"""Training one toy network, and what is measured on the way.
+"""Training one toy network: the digits, the order of batches, and the plain path that defines a run.
 
-The plain path: one network, `torch.optim`, one batch a step. A stack of networks must agree with it.
+One network, `torch.optim`, one batch a step. A stack of networks (`batched`) must agree with it.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthlab import data
-from depthlab.continuity import metrics, optimizers, toy
+from depthlab.continuity import optimizers, toy
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of all MNIST training pixels in [0, 1]
 _SPLIT_SEED = 0  # the split is one and the same for all runs
@@ -171,40 +170,6 @@ def log_steps(steps: int, points: int) -> list[int]:
         raise ValueError(f"log_steps got {points} points up to step {steps}; give at least 2 points and 1 step.")
     spread = {round(steps ** (i / (points - 2))) for i in range(points - 1)} if points > 2 else {steps}
     return [0, *sorted(spread)]
-
-
-def measure(snapshot: Snapshot, config: toy.ToyConfig, images: Digits, gradient_batch: int = 1024) -> dict[str, float]:
-    """Every continuity number of one moment; means over layers or neighbouring pairs, in input space.
-
-    `weight_*`, `grad_*` (on the first `gradient_batch` training digits) and `cumulative_*` (the sum of raw gradients,
-    absent at step 0) are the scores of `metrics.summary`; `*_no_ones` is without the all-ones direction; `follows` is
-    the |cos| of a layer's leading weight direction and its leading cumulative-gradient direction. Raises
-    FloatingPointError where weights or gradient are not finite.
-    """
-    weights = snapshot.params.weights
-    x, y = images.train_x[:gradient_batch], images.train_y[:gradient_batch]
-    gradient = weight_gradient(snapshot.params, config, x, y)
-    _need_finite(weights, "weights", snapshot.step)
-    _need_finite(gradient, "gradient", snapshot.step)
-    spectra = [metrics.spectrum(w) for w in weights]
-    summary = metrics.summarise(spectra, [metrics.centred_gram(w) for w in weights])
-    scores = {f"weight_{name}": value for name, value in summary.items()}
-    scores["grad_v1"] = metrics.alignment(gradient).mean()
-    scores["grad_gram"] = metrics.spectral_alignment(gradient).mean()
-    for name, matrices in (("weight", weights), ("grad", gradient)):
-        scores[f"{name}_v1_no_ones"] = metrics.alignment(matrices, remove_ones=True).mean()
-    scores["weight_gram_no_ones"] = metrics.spectral_alignment(weights, remove_ones=True).mean()
-    for norm in ("spectral", "frobenius"):
-        scores[f"ratio_{norm}"] = metrics.update_ratio(weights, snapshot.initial, norm).mean()
-    if snapshot.step:
-        sums = [metrics.spectrum(g) for g in snapshot.gradient_sum]
-        both = [metrics.pair_alignment(a, b) for a, b in zip(spectra, sums, strict=True)]
-        scores["follows"] = torch.stack(both).mean()
-        scores["cumulative_v1"] = torch.stack([metrics.pair_alignment(a, b) for a, b in pairwise(sums)]).mean()
-    numbers = {name: float(value) for name, value in scores.items()}
-    numbers["train_loss"] = snapshot.train_loss
-    numbers["val_loss"], numbers["val_accuracy"] = evaluate(snapshot.params, config, images.val_x, images.val_y)
-    return numbers
 
 
 @torch.no_grad()
