@@ -12,6 +12,7 @@ INSTALLED := .venv/.installed
 WITHIN := $(BIN)/python .ci/within.py
 # Two workers on two cores: more threads inside each would only fight.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+POLICY := tests/test_notebook_policy.py tests/test_repository_policy.py
 
 .PHONY: run test lint policy unit notebooks notebooks-elsewhere lab clean install
 
@@ -27,10 +28,10 @@ lint: install
 	$(BIN)/ruff format --check .
 
 policy: install
-	$(ONE_THREAD) $(BIN)/python -m pytest -q tests/test_notebook_policy.py tests/test_repository_policy.py
+	$(ONE_THREAD) $(BIN)/python -m pytest -q $(POLICY)
 
 unit: install
-	$(ONE_THREAD) $(WITHIN) 720 "unit tests" $(BIN)/python -m pytest -q -n 2 --dist worksteal tests
+	$(ONE_THREAD) $(WITHIN) 720 "unit tests" $(BIN)/python -m pytest -q -n 2 --dist worksteal tests $(addprefix --ignore=,$(POLICY))
 
 notebooks: install
 	$(ONE_THREAD) $(WITHIN) 480 "notebooks" $(BIN)/python -m depthlab notebooks check
