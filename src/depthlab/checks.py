@@ -71,7 +71,7 @@ def _as_number(name: str, role: str, x: Any) -> float:
             raise TypeError(f"check({name!r}) got a {role} that is not one element; reduce it to one first.") from None
     if isinstance(x, int | float):
         return x
-    raise TypeError(f"check({name!r}) got a {role} of type {type(x).__name__}; give one int or float.")
+    raise TypeError(f"check({name!r}) got a {role} of type {type(x).__name__}; give one real number (int or float).")
 
 
 def _as_interval(name: str, bound: Any) -> tuple[float, float]:
