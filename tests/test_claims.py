@@ -59,6 +59,11 @@ def test_each_aggregate_is_taken_over_seeds(aggregate: str, value: float) -> Non
     assert found.outcomes[0].holds
 
 
+def test_the_median_of_four_seeds_lies_between_the_middle_two() -> None:
+    four = record({"relu": {"v1": [0.2, 0.9, 0.6, 0.4]}}, seeds=4)
+    assert judge(row(rule(aggregate="median")), four).outcomes[0].value == pytest.approx(0.5)
+
+
 def test_a_difference_is_taken_seed_by_seed() -> None:
     paired = rule(aggregate="min", minus="none.v1", relation="<", bound=-0.1)
     # seed by seed: 0.1, 0.7, -0.15; the difference of the two minima would be 0.4
@@ -135,6 +140,8 @@ def test_what_we_saw_shows_value_range_and_bound() -> None:
     assert str(judge(row(within), record(SEEN)).outcomes[0]) == "v1 of ReLU: 0.75 [0.6, 0.9], fails in [0, 0.5]"
     close = record({"relu": {"v1": [0.50001, 0.50001, 0.50001]}})
     assert str(judge(row(YES), close).outcomes[0]) == "v1 of ReLU: 0.50001, holds > 0.5"  # not "0.5, holds > 0.5"
+    below = record({"relu": {"v1": [0.4999999, 0.4999999, 0.4999999]}})
+    assert str(judge(row(rule(relation=">=")), below).outcomes[0]) == "v1 of ReLU: 0.4999999, fails >= 0.5"
     one = record({"relu": {"v1": [1.0]}}, seeds=1)
     assert str(judge(row(YES, scope="theorem"), one).outcomes[0]) == "v1 of ReLU: 1, holds > 0.5"
 
@@ -174,6 +181,17 @@ def test_a_record_is_used_while_its_config_is_the_experiments(pretend: types.Mod
     pretend.a_run = lambda: a_run(v1=0.5)
     with pytest.raises(LedgerError, match=r"a-run is stale.*depthlab runs make a-run"):
         claims.current_record("a-run", book, tmp_path)
+
+
+def test_a_bar_in_a_claim_does_not_end_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+papers: {gc: {title: T, arxiv: "2605.04971"}}
+records: {}
+claims:
+- {id: GC-1, paper: gc, statement: "|cos| is high", paper_value: v, notebook: 10_x, scale: "", scope: small}
+"""
+    monkeypatch.setattr(claims, "read_ledger", lambda: read_ledger(text))
+    assert "| \\|cos\\| is high |" in claims.table("gc")
 
 
 def test_a_missing_or_damaged_record_is_an_error(pretend: types.ModuleType, tmp_path: Path) -> None:

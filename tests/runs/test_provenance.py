@@ -58,6 +58,12 @@ def test_a_changed_or_new_source_file_is_not_clean(checkout: Path, name: str) ->
     assert module.provenance()["clean"] is False
 
 
+def test_a_new_source_file_is_not_clean_where_git_is_told_to_hide_them(checkout: Path) -> None:
+    git(checkout, "config", "status.showUntrackedFiles", "no")
+    (checkout / "src/new.py").write_text("second")
+    assert module.provenance()["clean"] is False
+
+
 @pytest.mark.parametrize("name", ["notebooks/a.ipynb", "data/results/a.json", "data/results/new.json"])
 def test_notebooks_and_records_do_not_make_the_code_unclean(checkout: Path, name: str) -> None:
     (checkout / name).write_text("second")

@@ -164,12 +164,16 @@ def test_a_torn_or_edited_cell_is_computed_again_and_said_so(
     assert record.values("a.loss") == [0.5, 1.5, 2.5]
 
 
-def test_a_cell_of_another_machine_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [{"cpu": "Another CPU"}, {"gpus": ["Another GPU"]}])
+def test_a_cell_of_another_machine_is_computed_again(
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib
 
     provenance = importlib.import_module("depthlab.runs.provenance")
+    hardware = provenance.hardware()
     with monkeypatch.context() as patch:
-        patch.setattr(provenance, "_cpu_model", lambda: "Another CPU")
+        patch.setattr(provenance, "hardware", lambda: hardware | other)
         with pytest.raises(RunError):
             make(some(failing_at_seed_1), tmp_path / "work", tmp_path / "out")
     CALLS.clear()
@@ -188,6 +192,18 @@ def test_cells_of_two_commits_are_kept_but_the_record_is_not_clean(
     record = make(some(), tmp_path / "work", tmp_path / "out")
     assert (record.commit, record.clean) == ("b" * 40, False)
     assert "another commit" in capsys.readouterr().out
+    assert make(some(), tmp_path / "work", tmp_path / "out").clean is True
+
+
+def test_kept_cells_of_changed_sources_make_the_record_unclean_at_the_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEPTHLAB_COMMIT", "a" * 40)
+    monkeypatch.setenv("DEPTHLAB_CLEAN", "0")
+    with pytest.raises(RunError):
+        make(some(failing_at_seed_1), tmp_path / "work", tmp_path / "out")
+    monkeypatch.setenv("DEPTHLAB_CLEAN", "1")
+    assert make(some(), tmp_path / "work", tmp_path / "out").clean is False
     assert make(some(), tmp_path / "work", tmp_path / "out").clean is True
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthlab.runs import Cell
-from depthlab.theory import GATES, additive_increment, carry_weight, initial_gate, stream_variance
+from depthlab.theory import GATES, additive_increment, carry_weight, initial_gate, rounding_term, stream_variance
 from depthlab.theory.experiments import (
     gate_bias_over_depth,
     initial_gates,
@@ -14,6 +14,7 @@ from depthlab.theory.experiments import (
     run_gate_rule,
     run_norm_bound,
 )
+from depthlab.theory.search import rounding_ratchet
 from depthlab.theory.simulate import simulate
 
 
@@ -27,6 +28,12 @@ def test_simulated_moments_agree_with_the_closed_forms(g, layers):
     assert seen.increment == pytest.approx(additive_increment(g, layers), rel=noise)
     # All streams take the same updates, so only what they began with tells them apart.
     assert seen.distance == pytest.approx((1 - g) ** layers, rel=1e-6, abs=1e-12)
+
+
+def test_without_a_layer_a_stream_is_what_it_began_as():
+    seen = simulate(torch.tensor([0.3, 0.3]), 0, 50, torch.Generator().manual_seed(0))
+    assert seen.carry.tolist() == pytest.approx([1.0, 1.0], rel=1e-14)  # whatever 50 samples happen to be
+    assert (seen.increment, seen.distance) == (0.0, 1.0)
 
 
 def test_simulation_tells_the_right_formula_from_its_neighbours():
@@ -55,6 +62,16 @@ def test_every_norm_bound_cell_gives_its_metrics_and_repeats():
         (first,), (again,) = run_norm_bound(cell, config), run_norm_bound(cell, config)
         assert first.metrics == again.metrics and first.seed == 1
         assert all(math.isfinite(v) for v in first.metrics.values())
+
+
+def test_the_share_of_the_rounding_term_is_the_worst_over_depth():
+    config = norm_bound().config | {"tries": 8, "rounding_layers": 5}
+    (result,) = run_norm_bound(Cell("c", {"storage": "bfloat16", "seed": 0}), config)
+    excess = [ratio - 1 for ratio in rounding_ratchet(5, torch.float32, torch.bfloat16)]
+    shares = [e / rounding_term(i + 1, torch.float32, torch.bfloat16) for i, e in enumerate(excess)]
+    assert max(shares) > min(shares)
+    assert result.metrics["ratchet_share"] == max(shares)
+    assert result.metrics["ratchet_excess"] == excess[-1]
 
 
 def test_gate_rule_cell_compares_itself_with_the_closed_forms():

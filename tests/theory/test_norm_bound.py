@@ -279,3 +279,22 @@ def test_unit_roundoff_is_half_a_spacing():
         assert (one.double() + 1.01 * u).to(dtype) > one or dtype == F64
     with pytest.raises(TypeError, match="floating-point"):
         unit_roundoff(torch.int64)
+
+
+@pytest.mark.parametrize("arithmetic", [torch.float32, torch.float64])
+def test_the_step_is_taken_from_the_nearer_end(arithmetic):
+    beta = torch.linspace(0.01, 0.99, 99, dtype=arithmetic)[:, None]
+    x, zero = (
+        torch.randn(256, generator=torch.Generator().manual_seed(0), dtype=arithmetic),
+        torch.zeros(1, dtype=arithmetic),
+    )
+    near, far = beta < 0.5, beta >= 0.5
+    # From zero to x one rounding is all there is; stepping back from x would add the rounding of 1 - beta.
+    assert torch.equal(interpolate(zero, x, beta)[near[:, 0]], (beta * x)[near[:, 0]])
+    assert torch.equal(interpolate(x, zero, beta)[far[:, 0]], ((1 - beta) * x)[far[:, 0]])
+
+
+def test_the_norm_ratio_takes_the_longest_of_each_side():
+    vectors = torch.tensor([[[0.0, 2.0], [3.0, 4.0], [1.0, 0.0]]])
+    assert norm_ratio(vectors, vectors[:, :1]).tolist() == [2.5]
+    assert norm_ratio(vectors[:, :1], vectors).tolist() == [pytest.approx(0.4)]

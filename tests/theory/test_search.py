@@ -70,6 +70,11 @@ def test_mhc_mixer_is_doubly_stochastic_and_its_write_in_zero_to_two():
     assert bool((mix >= 0).all()) and bool(((write > 0) & (write < 2)).all())
 
 
+def test_mhc_writes_up_to_twice_the_update():
+    terms, open_ = torch.ones(2, 3, dtype=torch.float64), torch.full((1, 8), 40.0, dtype=torch.float64)
+    assert run_scheme("mhc", terms, open_, 4).tolist() == [[pytest.approx(3.0)] * 3] * 4
+
+
 def test_block_sums_are_complete_and_block_attnres_obeys_the_bound_in_them():
     terms = draw_terms(4, 20, C, rng())
     sums = block_sums(terms, 20)  # blocks of 3, the last of 2
