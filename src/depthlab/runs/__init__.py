@@ -12,6 +12,7 @@ A record is stale when its `config_hash` is no longer its experiment's. A run th
 `Result(..., diverged="loss not finite at step 40")` stores its non-finite numbers as null.
 """
 
+from depthlab.runs.effects import Effect, paired, rank_correlation
 from depthlab.runs.experiment import Cell, Curve, Experiment, Result, grid
 from depthlab.runs.progress import in_ci
 from depthlab.runs.provenance import provenance
@@ -23,6 +24,7 @@ from depthlab.runs.worker import RunError, write_atomic
 __all__ = [
     "Cell",
     "Curve",
+    "Effect",
     "Experiment",
     "Record",
     "RecordError",
@@ -32,7 +34,9 @@ __all__ = [
     "in_ci",
     "load",
     "make",
+    "paired",
     "provenance",
+    "rank_correlation",
     "record_ids",
     "seed_everything",
     "write_atomic",
