@@ -42,3 +42,37 @@ def test_labels_of_lines_that_end_together_are_moved_apart(ax):
     plots.lines(ax, [0, 1], {"one": [0, 1], "two": [0, 1.0001], "low": [0, 0]}, xlabel="step", ylabel="y")
     heights = label_heights(ax)
     assert heights["two"] - heights["one"] > 0.03
+
+
+def test_every_line_keeps_its_label_also_where_it_ends_in_nan(ax):
+    nan = float("nan")
+    plots.lines(
+        ax, [1, 2, 3], {"whole": [1, 2, 3], "diverged": [1, 2, nan], "nothing": [nan] * 3}, xlabel="", ylabel=""
+    )
+    heights = label_heights(ax)
+    assert set(heights) == {"whole", "diverged", "nothing"}
+    assert heights["diverged"] == pytest.approx(2, abs=0.1)
+
+
+def test_an_empty_line_is_no_error(ax):
+    plots.lines(ax, [], {"empty": []}, xlabel="", ylabel="")
+    assert set(label_heights(ax)) == {"empty"}
+
+
+@pytest.mark.parametrize(("values", "errors"), [([1], None), ([1, 2, 3], None), ([1, 2], [0.1]), ([1, 2], [[1, 2]])])
+def test_a_value_or_error_too_few_is_refused_not_repeated(ax, values, errors):
+    with pytest.raises(ValueError, match="bars got 2 labels"):
+        plots.bars(ax, ["a", "b"], values, errors, ylabel="y")
+
+
+def test_bands_span_the_seeds_about_their_mean(ax):
+    line, band = plots.seed_band(ax, [0, 1], np.array([[0.0, 1.0], [0.0, 2.0], [0.0, 6.0]]), "a")
+    assert line.get_ydata().tolist() == [0.0, 3.0]
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (0.0, 6.0)
+
+
+def test_the_first_row_of_a_heat_map_is_at_the_bottom(ax):
+    image = plots.heatmap(ax, np.array([[1.0, 2.0], [3.0, 4.0]]), xlabel="x", ylabel="y", label="v")
+    assert image.get_array().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert ax.get_ylim()[0] < ax.get_ylim()[1]

@@ -79,11 +79,10 @@ def finish(ax: Axes, *, xlabel: str, ylabel: str, chance: float | None = None) -
 
 
 def label_lines(ax: Axes) -> list:
-    """Write each line's label beside its last point; labels that would overlap are moved apart."""
+    """Write each line's label beside its last finite point; labels that would overlap are moved apart."""
     named = [line for line in ax.get_lines() if line.get_gid() == _DRAWN]
     ax.autoscale_view()  # limits are set lazily, and the labels need the final ones
-    ends = [(ax.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])), line) for line in named]
-    ends = sorted((item for item in ends if np.isfinite(item[0]).all()), key=lambda item: item[0][1])
+    ends = sorted(((_end(ax, line), line) for line in named), key=lambda item: item[0][1])
     texts, lowest = [], -np.inf
     for (_, y_px), line in ends:
         y_px = max(y_px, lowest + 11 * ax.figure.dpi / 100)  # one line of 8 pt text
@@ -103,6 +102,13 @@ def label_lines(ax: Axes) -> list:
     return texts
 
 
+def _end(ax: Axes, line: Line2D) -> np.ndarray:
+    """Pixels of the line's last point that can be drawn; the axes' lower left corner where none can."""
+    points = ax.transData.transform(line.get_xydata())
+    points = points[np.isfinite(points).all(-1)]
+    return points[-1] if len(points) else ax.transAxes.transform((0.0, 0.0))
+
+
 def bars(
     ax: Axes,
     labels: Sequence[str],
@@ -112,7 +118,14 @@ def bars(
     ylabel: str,
     chance: float | None = None,
 ) -> BarContainer:
-    """Draw one bar a label; `errors` is a half-width each, or [2, n] distances below and above."""
+    """Draw one bar a label; `errors` is a half-width each, or [2, n] distances below and above.
+
+    Raises ValueError where they are not equally many: matplotlib would draw one value for all labels.
+    """
+    n = len(labels)
+    if len(values) != n or (errors is not None and np.shape(errors) not in ((n,), (2, n))):
+        shape = "none" if errors is None else np.shape(errors)
+        raise ValueError(f"bars got {n} labels, {len(values)} values and errors {shape}; give one of each a bar.")
     colors = [COLORS[i % len(COLORS)] for i in range(len(labels))]
     drawn = ax.bar(range(len(labels)), values, yerr=errors, color=colors, width=0.7, error_kw={"linewidth": 1.0})
     ax.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
