@@ -1,9 +1,12 @@
 """Imports go one way, and no part reaches into another's private names."""
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
+
+import depthlab
 
 ROOT = Path(__file__).parents[1]
 LEAVES = {"checks", "runs", "plots", "data", "theory", "bundles"}
@@ -103,3 +106,10 @@ def test_imports_go_one_way(part: str, path: Path) -> None:
 )
 def test_a_wrong_import_is_found(part: str, source: str) -> None:
     assert len(faults(part, source)) == 1
+
+
+def test_what_the_package_lists_can_be_asked_for():
+    """inspect and help() ask for every name of dir(); a part that is not built yet must not break them."""
+    members = dict(inspect.getmembers(depthlab))
+    assert {"check", "start", "theory", "data", "claims", "residuals"} <= set(members)
+    assert not hasattr(depthlab, "no_such_part")

@@ -21,7 +21,11 @@ def __getattr__(name: str) -> Any:
     if name == "start":
         return importlib.import_module("depthlab.nbtools").start
     if name in _SUBMODULES:
-        return importlib.import_module(f"depthlab.{name}")
+        try:
+            return importlib.import_module(f"depthlab.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"depthlab.{name}":  # a part that is here needs something that is not
+                raise
     raise AttributeError(f"module 'depthlab' has no attribute {name!r}")
 
 
