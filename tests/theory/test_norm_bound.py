@@ -298,3 +298,9 @@ def test_the_norm_ratio_takes_the_longest_of_each_side():
     vectors = torch.tensor([[[0.0, 2.0], [3.0, 4.0], [1.0, 0.0]]])
     assert norm_ratio(vectors, vectors[:, :1]).tolist() == [2.5]
     assert norm_ratio(vectors[:, :1], vectors).tolist() == [pytest.approx(0.4)]
+
+
+@pytest.mark.parametrize("arguments", [(2.5,), ("5",), (True,), (float("nan"),), (5, "float32"), (5, torch.int8)])
+def test_rounding_term_of_what_is_no_depth_or_dtype_is_one_sentence(arguments):
+    with pytest.raises(TypeError, match=r"^(rounding_term|unit_roundoff) got .*; give a .*\.$"):
+        rounding_term(*arguments)

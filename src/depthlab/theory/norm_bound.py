@@ -87,7 +87,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     Raises:
         TypeError: not a floating-point type.
     """
-    if not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"unit_roundoff got {dtype}, which does not round; give a floating-point dtype.")
     return torch.finfo(dtype).eps / 2
 
@@ -120,7 +120,10 @@ def rounding_term(
 
     Raises:
         ValueError: negative `n_layers`, a gate outside [0, 1], or half-precision arithmetic.
+        TypeError: `n_layers` is no integer, or a dtype does not round.
     """
+    if isinstance(n_layers, bool) or not hasattr(n_layers, "__index__"):
+        raise TypeError(f"rounding_term got n_layers={n_layers!r}; give a whole number from 0 on.")
     if n_layers < 0:
         raise ValueError(f"rounding_term got n_layers={n_layers}; give 0 or more.")
     if not 0.0 <= min_gate <= 1.0:
