@@ -14,6 +14,8 @@ def main(budget_s: int, name: str, command: list[str]) -> int:
     # Also used before anything is installed, so this cannot ask depthlab.runs.in_ci.
     enforced = os.environ.get("CI", "").strip().lower() not in ("", "0", "false")
     start = time.monotonic()
+    if enforced:  # the command gets a session of its own, which neither Ctrl-C nor the end of this process reaches
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         process = subprocess.Popen(command, start_new_session=enforced)
     except OSError as error:
@@ -26,7 +28,7 @@ def main(budget_s: int, name: str, command: list[str]) -> int:
         print(f"FAILED: {name} outran its budget of {budget_s} s", flush=True)
         return 1
     except KeyboardInterrupt:
-        if enforced:  # a session of its own, which Ctrl-C does not reach
+        if enforced:
             os.killpg(process.pid, signal.SIGINT)
         return process.wait()
     print(f"-- {name}: {time.monotonic() - start:.0f} s (budget in CI: {budget_s} s), exit code {code}", flush=True)

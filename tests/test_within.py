@@ -59,8 +59,8 @@ def test_a_command_that_does_not_exist_is_one_sentence():
     assert done.stdout.startswith("FAILED: a part cannot start no-such-command-here (")
 
 
-@pytest.mark.parametrize("ci", ["", "true"])
-def test_an_interrupt_ends_the_command_too(ci):
+@pytest.mark.parametrize(("ci", "number"), [("", signal.SIGINT), ("true", signal.SIGINT), ("true", signal.SIGTERM)])
+def test_an_interrupt_ends_the_command_too(ci, number):
     environment = {**os.environ, "CI": ci}
     process = subprocess.Popen(
         [sys.executable, str(WITHIN), "50", "a part", *SLEEPER],
@@ -71,6 +71,6 @@ def test_an_interrupt_ends_the_command_too(ci):
         start_new_session=True,
     )
     pid = int(process.stdout.readline())
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everything in its session
+    os.killpg(process.pid, number)  # as a terminal does: everything in its session
     assert process.wait(timeout=20) != 0
     assert is_gone(pid)
