@@ -118,6 +118,19 @@ def test_parameters_stay_float32_and_exact_under_a_cast_of_the_model(residual, l
 
 
 @pytest.mark.parametrize("scheme", WITH_PARAMETERS)
+def test_parameters_stay_float32_when_a_part_alone_is_cast_or_loaded(residual, scheme):
+    before = {name: p.clone() for name, p in residual.state_dict().items()}
+    residual.residual_layers.to(torch.bfloat16)
+    assert all(torch.equal(p, before[name]) for name, p in residual.state_dict().items())
+    for module in reversed(list(residual.modules())):  # bottom up, as wrappers that cast module by module do
+        module.half()
+    assert all(torch.equal(p, before[name]) for name, p in residual.state_dict().items())
+    part = residual.residual_layers[-1]
+    part.load_state_dict({name: p.bfloat16() for name, p in part.state_dict().items()}, assign=True)
+    assert all(p.dtype == torch.float32 for p in residual.parameters())
+
+
+@pytest.mark.parametrize("scheme", WITH_PARAMETERS)
 def test_gradients_stay_float32_under_a_cast(residual, layers, x):
     residual(x, layers).square().sum().backward()
     before = [p.grad.clone() for p in residual.parameters()]
@@ -382,6 +395,7 @@ BUILD = {
     "no sublayers": (ValueError, ("hc", 8, 0), {}, "n_sublayers=0 is not allowed"),
     "no streams": (ValueError, ("hc", 8, 6), {"n_streams": 0}, "n_streams=0 is not allowed"),
     "half a stream": (TypeError, ("hc", 8, 6), {"n_streams": 2.5}, "n_streams must be an integer, got float"),
+    "a word for a flag": (TypeError, ("hc", 8, 6), {"normalize": "no"}, "normalize must be True or False, got str"),
     "true streams": (TypeError, ("hc", 8, 6), {"n_streams": True}, "n_streams must be an integer, got bool"),
     "17 streams": (ValueError, ("mgr-competitive", 8, 60), {"n_streams": 17}, "use 1 to 16"),
     "six of mhc-lite": (
@@ -458,6 +472,44 @@ def test_a_wrong_use_gets_one_sentence_before_any_arithmetic(scheme, monkeypatch
     with pytest.raises(error, match=re.escape(sentence)) as raised:
         use(residual, state)
     assert "\n" not in str(raised.value)
+
+
+FORMS = {
+    "prenorm": 0,
+    "hc": 1,
+    "mhc-lite": 1,
+    "attnres": 2,
+    "attnres-block": 2,
+    "mgr-independent": 3,
+    "mgr-competitive": 3,
+}
+
+
+@pytest.mark.parametrize("maker", SCHEMES)
+def test_another_scheme_s_state_is_refused_before_any_arithmetic(scheme, maker, monkeypatch):
+    """PreNorm took the four streams of hc for a batch and answered in that shape."""
+    residual, other = (build(s, WIDTH, LAYERS, n_streams=3) for s in (scheme, maker))
+    _, state = other.start(torch.ones(2, WIDTH))
+    if FORMS[scheme] == FORMS[maker]:
+        assert residual.read(LAYERS, state).shape == (2, WIDTH)
+        return
+    for method in ("_advance", "_read"):
+        monkeypatch.setattr(residual, method, lambda *a: pytest.fail("computed before the checks"))
+    for use in (lambda: residual.read(LAYERS, state), lambda: residual.step(0, torch.ones(2, WIDTH), state)):
+        with pytest.raises(ValueError, match=r"which no \w+ of d_model=8 makes here; pass on the state that this"):
+            use()
+
+
+def test_a_state_of_another_width_is_refused(scheme):
+    _, state = build(scheme, WIDTH, LAYERS, n_streams=3).start(torch.ones(2, WIDTH))
+    narrow = build(scheme, WIDTH - 3, LAYERS, n_streams=3)
+    with pytest.raises(ValueError, match="which no .* of d_model=5 makes here"):
+        narrow.step(0, torch.ones(2, WIDTH), state)
+
+
+def test_counts_may_be_any_integers(scheme):
+    residual = build(scheme, np.int64(WIDTH), np.int32(LAYERS), n_streams=np.int16(3))
+    assert repr(residual) == repr(build(scheme, WIDTH, LAYERS, n_streams=3))
 
 
 @pytest.mark.parametrize("scheme", WITH_PARAMETERS)

@@ -3,6 +3,7 @@
 `build` makes a scheme, `Residual` says how it is used.
 """
 
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -56,15 +57,18 @@ def build(
 
     Raises:
         ValueError: an unknown scheme or backend, a count out of range, mgr without a mixing layer, or a `recompute`.
-        TypeError: a count that is no integer.
+        TypeError: a count that is no integer, or a `normalize` that is no bool.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}.")
     for name, count in (("d_model", d_model), ("n_sublayers", n_sublayers), ("n_streams", n_streams)):
-        if isinstance(count, bool) or not isinstance(count, int):
+        if isinstance(count, bool) or not isinstance(count, Integral):
             raise TypeError(f"{name} must be an integer, got {type(count).__name__}.")
         if count < 1:
             raise ValueError(f"{name}={count} is not allowed; use at least 1.")
+    if not isinstance(normalize, bool):
+        raise TypeError(f"normalize must be True or False, got {type(normalize).__name__}.")
+    d_model, n_sublayers, n_streams = int(d_model), int(n_sublayers), int(n_streams)
     if scheme.startswith("mgr") and n_streams > MAX_STREAMS:
         raise ValueError(f"n_streams={n_streams} is not allowed with {scheme!r}; use 1 to {MAX_STREAMS}.")
     if backend not in BACKENDS or scheme.startswith("mgr"):

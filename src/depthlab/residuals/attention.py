@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from depthlab.kernels.mgr.reference import inverse_rms, wide
-from depthlab.residuals.base import Residual, State
+from depthlab.residuals.base import Float32, Residual, State
 
 
-class _Query(nn.Module):
+class _Query(Float32):
     """One read: its query and the weight of its keys' RMSNorm."""
 
     def __init__(self, width: int) -> None:
@@ -55,6 +55,11 @@ class AttnRes(Residual):
 
     def _open(self, x: Tensor) -> State:
         return State(0, (x,), (self._scale(x),))
+
+    def _fits(self, state: State) -> bool:
+        streams = state.streams
+        apart = isinstance(streams, tuple) and len(streams) == len(state.extra) > 0
+        return apart and all(source.shape[-1] == self.d_model for source in streams)
 
     def _write(self, layer: int, update: Tensor, state: State) -> State:
         sources, scales = self._stored(state, update.dtype)

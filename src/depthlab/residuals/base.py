@@ -48,7 +48,30 @@ class State(NamedTuple):
         return (self.streams if isinstance(self.streams, Tensor) else self.streams[0]).device
 
 
-class Residual(nn.Module):
+class Float32(nn.Module):
+    """A module whose parameters follow a move to another device or to float64, but no cast below float32.
+
+    Neither by a cast (``.to``, ``.half``, also of a part alone) nor by a half-precision state dict, ``assign=True``
+    included.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32":
+        def keep_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrow = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(device=moved.device, dtype=torch.float32) if narrow else moved
+
+        return super()._apply(keep_float32, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Children load from the same dictionary after this, so widening it here also covers `assign=True`.
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+                state_dict[name] = value.float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Residual(Float32):
     """How sublayer outputs are carried through depth; `depthlab.residuals.build` makes one of the seven schemes.
 
         h, state = residual.start(x)
@@ -61,9 +84,13 @@ class Residual(nn.Module):
     Parameters are float32 and stay so under ``.to(bfloat16)``, ``.half()`` and a half-precision checkpoint: a gate bias
     of -4 cannot move by 1e-3 in bfloat16. Each has "residual" in its name, wherever the module hangs, and wants no
     weight decay (`parameter_groups`).
+
+    Under `torch.utils.checkpoint` put ``use_reentrant=False`` around steps. The reentrant kind does not look into
+    tuples: around a step it drops the state's gradient in silence; around a sublayer alone it is right.
     """
 
     eps = 1e-6
+    n_streams = 1  # of schemes that keep a fixed number of them
 
     def __init__(self, d_model: int, n_sublayers: int, *, normalize: bool = True) -> None:
         super().__init__()
@@ -85,6 +112,12 @@ class Residual(nn.Module):
 
     def _open(self, x: Tensor) -> State:
         return State(0, x.unsqueeze(-2))
+
+    def _fits(self, state: State) -> bool:
+        """Whether the state has the form that this scheme gives it; another scheme's would be summed up in silence."""
+        streams = state.streams
+        single = isinstance(streams, Tensor) and not state.extra
+        return single and streams.shape[-2:] == (self.n_streams, self.d_model)
 
     def _write(self, layer: int, update: Tensor, state: State) -> State:
         mix, write = self.write_weights(layer, state)
@@ -127,7 +160,8 @@ class Residual(nn.Module):
 
         Raises:
             TypeError: `update` is no floating-point tensor, or `state` is none of ours.
-            ValueError: `layer` is outside 0 .. n_sublayers - 1 or already stepped; shape or device is not the state's.
+            ValueError: `layer` is outside 0 .. n_sublayers - 1 or already stepped; shape or device is not the state's;
+                the state is another scheme's.
         """
         self._check_state(state)
         check_tensor("update", update)
@@ -145,7 +179,7 @@ class Residual(nn.Module):
 
         Raises:
             TypeError: `state` is none of ours.
-            ValueError: `layer` is outside 0 .. n_sublayers or behind the state.
+            ValueError: `layer` is outside 0 .. n_sublayers or behind the state, or the state is another scheme's.
         """
         self._check_state(state)
         self._check_layer(layer, state, self.n_sublayers)
@@ -174,30 +208,18 @@ class Residual(nn.Module):
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, n_sublayers={self.n_sublayers}, normalize={self.normalize}"
 
-    # ---- float32 parameters
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Residual":
-        """Follow a move to another device or to float64, but no cast below float32."""
-
-        def keep_float32(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            narrow = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(device=moved.device, dtype=torch.float32) if narrow else moved
-
-        return super()._apply(keep_float32, recurse)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Children load from the same dictionary after this, so widening it here also covers `assign=True`.
-        for name, value in state_dict.items():
-            if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-                state_dict[name] = value.float()
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     # ---- checks
 
     def _check_state(self, state: State) -> None:
         if not isinstance(state, State):
             raise TypeError(f"state is {type(state).__name__}; pass on the state that start or step returned.")
+        if not self._fits(state):
+            carried, what = state.streams, type(self).__name__
+            form = list(carried.shape) if isinstance(carried, Tensor) else f"{len(carried)} tensors"
+            raise ValueError(
+                f"state holds streams of the form {form}, which no {what} of d_model={self.d_model} makes here; "
+                "pass on the state that this residual's start or step returned."
+            )
 
     def _check_layer(self, layer: int, state: State, last: int) -> None:
         if isinstance(layer, bool) or not isinstance(layer, Integral):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from depthlab.kernels.mgr.reference import rms_normalize, wide
-from depthlab.residuals.base import Residual, State
+from depthlab.residuals.base import Float32, Residual, State
 
 _SCALE = 0.01  # start value of the factor before every token-dependent part, both papers
 
@@ -27,7 +27,7 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.to(x.dtype)
 
 
-class _HyperLayer(nn.Module):
+class _HyperLayer(Float32):
     """One sublayer's static coefficients, and the weights of their token-dependent parts."""
 
     def __init__(self, width: int, n: int) -> None:
@@ -95,7 +95,7 @@ class HyperConnections(Residual):
         return f"{super().extra_repr()}, n_streams={self.n_streams}"
 
 
-class _LiteLayer(nn.Module):
+class _LiteLayer(Float32):
     """One sublayer's biases, the weights of their token-dependent parts, and the factors before those."""
 
     def __init__(self, width: int, n: int) -> None:

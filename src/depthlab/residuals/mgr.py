@@ -5,11 +5,11 @@ from torch import Tensor, nn
 
 from depthlab.kernels.mgr import append_and_pool, attn_pool, mix_and_pool
 from depthlab.kernels.mgr.reference import gate_values, pool_weights, wide
-from depthlab.residuals.base import Residual, State
+from depthlab.residuals.base import Float32, Residual, State
 from depthlab.theory import gate_bias
 
 
-class _MGRLayer(nn.Module):
+class _MGRLayer(Float32):
     """What sublayer l owns: the gate that mixes its output in (mixing layers only), and the query of the next read."""
 
     def __init__(self, width: int, n_bias: int, has_query: bool) -> None:
@@ -86,6 +86,11 @@ class MultiGateResidual(Residual):
 
     def _open(self, x: Tensor) -> State:
         return State(0, x.unsqueeze(-2), (0,))
+
+    def _fits(self, state: State) -> bool:
+        streams, slots = state.streams, state.extra
+        known = isinstance(streams, Tensor) and set(slots) <= set(range(self.n_streams))
+        return known and streams.shape[-2:] == (len(slots), self.d_model)
 
     def _advance(self, layer: int, update: Tensor, state: State) -> tuple[Tensor, State]:
         query = self._query(layer + 1, update)
