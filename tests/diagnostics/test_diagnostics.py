@@ -12,6 +12,18 @@ from depthlab import diagnostics as dg
 from depthlab.residuals import SCHEMES, build
 
 WIDTH, LAYERS = 6, 10
+MEASURES = (
+    dg.norms,
+    dg.raw_reads,
+    dg.source_coefficients,
+    dg.embedding_share,
+    dg.gate_statistics,
+    dg.pool_statistics,
+    dg.layer_angles,
+    dg.stream_angles,
+    dg.stream_turns,
+    dg.signal_gradient_norms,
+)
 
 
 @pytest.fixture(params=SCHEMES)
@@ -101,15 +113,16 @@ def test_recording_wrongly_gets_one_sentence(model):
         pass
     with dg.record(residual) as trace:
         pass
-    for measure in (
-        dg.norms,
-        dg.raw_reads,
-        dg.embedding_share,
-        dg.gate_statistics,
-        dg.pool_statistics,
-        dg.layer_angles,
-    ):
+    for measure in MEASURES:
         with pytest.raises(ValueError, match="This trace is empty"):
+            measure(trace)
+
+
+def test_a_pass_without_a_token_is_refused_by_every_measure(model):
+    residual, layers, x = model
+    trace, _ = traced((residual, layers, x[:, :0]))
+    for measure in MEASURES:
+        with pytest.raises(ValueError, match=r"An embedding of shape \[2, 0, 6\] has no token to measure"):
             measure(trace)
 
 
@@ -174,8 +187,7 @@ def test_norms_agree_with_numpy(model):
         row = table.loc[(signal, layer, stream)]
         length = np.linalg.norm(v, axis=-1)
         np.testing.assert_allclose([row["mean"], row["max"]], [length.mean(), length.max()])
-        values = np.sort(np.abs(v).ravel())
-        np.testing.assert_allclose(row.massive, values[-1] / values[(values.size - 1) // 2])
+        np.testing.assert_allclose(row.massive, np.abs(v).max() / np.median(np.abs(v)))
 
 
 def test_one_massive_activation_shows():
@@ -240,6 +252,38 @@ def test_angular_distance_by_hand():
     assert torch.isnan(dg.angular_distance(torch.zeros(2), torch.ones(2)))
     tiny = dg.angular_distance(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6]))
     torch.testing.assert_close(tiny.item(), 1e-6 / math.pi, rtol=1e-6, atol=0)  # arccos would say 0
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e200, 1e300])
+def test_an_angle_does_not_depend_on_the_length(size):
+    """Squares of these leave float64; the two directions came out at right angles."""
+    a, b = torch.tensor([3.0, 4.0]).double(), torch.tensor([4.0, 3.0]).double()
+    for left, right in ((a * size, b), (a, b * size), (a * size, b * size)):
+        torch.testing.assert_close(dg.angular_distance(left, right), dg.angular_distance(a, b))
+    assert dg.angular_distance(a * size, -a) == 1 and dg.angular_distance(a * size, a) < 1e-15
+
+
+def test_an_angle_with_a_vector_that_is_not_finite_is_nan():
+    a, odd = torch.ones(2), torch.tensor([1.0, math.inf])
+    assert torch.isnan(dg.angular_distance(a, odd)) and torch.isnan(dg.angular_distance(a, odd * math.nan))
+
+
+@pytest.mark.parametrize(("value", "shows"), [(0.0, False), (math.nan, True), (math.inf, True)])
+def test_mean_angles_leave_out_zero_tokens_and_show_broken_ones(value, shows):
+    residual = build("mgr-independent", WIDTH, 4, n_streams=2)
+    x, others = torch.randn(2, 5, WIDTH).unbind(0)
+    x[2] = value
+    with dg.record(residual) as trace:
+        residual(x, [lambda h: others] * 4)
+    clean = [0, 1, 3, 4]
+    with dg.record(residual) as without:
+        residual(x[clean], [lambda h: others[clean]] * 4)
+    for measure in (lambda t: dg.layer_angles(t)[0, 1], lambda t: dg.stream_angles(t).angle[0]):
+        if shows:
+            assert math.isnan(measure(trace))
+        else:
+            np.testing.assert_allclose(measure(trace), measure(without), rtol=1e-6)
+    assert math.isnan(dg.stream_turns(trace).angle[0]) == shows
 
 
 def test_angles_between_layers_and_streams_agree_with_arccos(model):

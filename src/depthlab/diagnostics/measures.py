@@ -16,11 +16,12 @@ def norms(trace: Trace) -> pd.DataFrame:
 
     signal: "read" (what reader `layer` reads, before its RMSNorm), "update" (what sublayer `layer` puts out), or
     "stream" (number `stream` of the state that reader `layer` reads). mean, max: of the L2 norm over tokens. massive:
-    the massive-activation ratio, max |v| / median |v| over all tokens and channels (Sun et al., arXiv 2402.17762);
-    infinite when more than half of the values are zero, NaN when all are.
+    the massive-activation ratio, max |v| / median |v| over all tokens and channels (Sun et al., arXiv 2402.17762), the
+    median of an even count being the mean of the middle two; infinite when more than half of the values are zero, NaN
+    when all are.
 
     Raises:
-        ValueError: nothing was recorded, or there is no token.
+        ValueError: nothing was recorded, or there is no token (so do all measures).
     """
     rows = []
     for layer, read in raw_reads(trace).items():
@@ -68,7 +69,8 @@ def embedding_share(trace: Trace) -> pd.DataFrame:
     """How much of x_0 is left in every raw read. One row a reader: layer, coefficient, share (means over tokens).
 
     coefficient: the weight c_0 of x_0 (`source_coefficients`). share: |c_0 x_0| / sum_j |c_j v_j| over x_0 and all
-    updates, L2 norms; the part that x_0 has in the sum of what was put together, 1 before the first sublayer.
+    updates, L2 norms; the part that x_0 has in the sum of what was put together, 1 before the first sublayer, and NaN
+    where a token consists of zeros alone.
     """
     embedding = full_precision(trace.require().embedding).double()
     sizes = torch.zeros(*embedding.shape[:-1], 1 + trace.residual.n_sublayers, dtype=torch.float64)
@@ -119,10 +121,9 @@ def _weights(rule: Callable, layer: int, state: State) -> Any:
 
 
 def _size(v: Tensor) -> dict[str, float]:
-    if v.numel() == 0:
-        raise ValueError(f"A signal of shape {list(v.shape)} has no token to measure; give at least one.")
     token_norms, values = v.norm(dim=-1), v.abs().flatten()
-    massive = values.max() / values.median()
+    low, high = (values.kthvalue(k).values for k in ((v.numel() + 1) // 2, v.numel() // 2 + 1))
+    massive = values.max() / ((low + high) / 2)
     return {"mean": _mean(token_norms), "max": token_norms.max().item(), "massive": massive.item()}
 
 

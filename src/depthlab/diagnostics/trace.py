@@ -35,9 +35,12 @@ class Trace:
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
     def require(self) -> "Trace":
-        """This trace; ValueError if no forward pass was recorded."""
+        """This trace; ValueError if no forward pass was recorded, or one of no token."""
         if self.embedding is None:
             raise ValueError("This trace is empty; run the model inside `with record(residual) as trace:` first.")
+        if self.embedding.numel() == 0:
+            shape = list(self.embedding.shape)
+            raise ValueError(f"An embedding of shape {shape} has no token to measure; give at least one.")
         return self
 
 
