@@ -91,6 +91,24 @@ def test_the_verdict_follows_from_how_many_rules_hold(rules: tuple[Rule, ...], s
     assert str(judge(row(*rules, scope=scope), record(SEEN))) == verdict
 
 
+HELD, FAILED = rule(bound=0.5), rule(bound=0.8)
+CONTROL, FAILED_CONTROL = rule(bound=0.5, control=True), rule(bound=0.8, control=True)
+
+
+@pytest.mark.parametrize(
+    ("rules", "verdict"),
+    [
+        ((HELD, CONTROL), "reproduced at small scale"),
+        ((FAILED, CONTROL), "not reproduced"),  # that the network learned makes no refuted claim partly true
+        ((HELD, FAILED_CONTROL), "partly"),
+        ((HELD, FAILED, CONTROL), "partly"),
+        ((FAILED, FAILED_CONTROL), "not reproduced"),
+    ],
+)
+def test_a_control_earns_no_verdict_and_can_spoil_one(rules: tuple[Rule, ...], verdict: str) -> None:
+    assert judge(row(*rules), record(SEEN)).verdict == verdict
+
+
 def test_a_claim_too_large_to_run_says_so() -> None:
     claim = row(record=None, not_run={"command": "depthlab train --preset L", "cost": "8 GPU days"})
     assert str(judge(claim, None)) == "not run here"
@@ -221,6 +239,8 @@ def test_an_experiment_that_is_not_there_is_an_error(pretend: types.ModuleType, 
     [
         ("scope: small", "scope: small, verdict: reproduced", "unknown field 'verdict'"),
         ("says: v1", "says: v1, weight: 2", "unknown field 'weight'"),
+        ("says: v1", "says: v1, control: maybe", "give true"),
+        ("says: v1", "says: v1, control: true", "only controls"),
         ("cost: 1 s", "cost: 1 s, gpu: yes", "unknown field 'gpu'"),
         ("notebook: 10_x, ", "", "lacks the field 'notebook'"),
         ("cost: 1 s", "", "Record a-run"),

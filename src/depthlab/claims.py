@@ -43,6 +43,7 @@ class Outcome:
         bound = self.rule.bound
         limit = f"[{bound[0]:g}, {bound[1]:g}]" if isinstance(bound, tuple) else f"{bound:g}"
         judged = f"{'holds' if self.holds else 'fails'} {self.rule.relation} {limit}"
+        judged += " (control)" if self.rule.control else ""
         if math.isnan(self.value):
             return f"{self.rule.says}: not finite (a run diverged), {judged}"
         shown = [f"{self.value:.{digits}g}" for digits in (3, 5, 8, 17)]  # enough of them to agree with the verdict
@@ -126,7 +127,8 @@ def judge(claim: Row, record: Record | None) -> Verdict:
     outcomes = tuple(_apply(claim, rule, record) for rule in claim.rules)
     if all(o.holds for o in outcomes):
         return Verdict(claim.id, "reproduced at small scale" if claim.scope == "small" else "reproduced", outcomes)
-    return Verdict(claim.id, "partly" if any(o.holds for o in outcomes) else "not reproduced", outcomes)
+    some = any(o.holds for o in outcomes if not o.rule.control)
+    return Verdict(claim.id, "partly" if some else "not reproduced", outcomes)
 
 
 def current_record(record_id: str, book: Ledger | None = None, folder: Traversable | None = None) -> Record:
@@ -144,33 +146,35 @@ def current_record(record_id: str, book: Ledger | None = None, folder: Traversab
 
 
 def table(paper: str, notebooks: Path | None = None) -> str:
-    """The markdown table of one paper's claims; rows link to their notebook where `notebooks`, a folder, holds it."""
+    """One paper's claims in markdown: a table of verdicts, and folded below it what each rule saw.
+
+    Rows link to their notebook where `notebooks`, a folder, holds it.
+    """
     book, seen = read_ledger(), {}
     if paper not in book.papers:
         raise LedgerError(f"There is no paper '{paper}'; the papers are {', '.join(book.papers)}.")
-    lines = [
-        "| id | claim | paper's value | what we saw | scale | verdict | notebook |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| id | claim | paper's value | verdict | notebook |", "|---|---|---|---|---|"]
+    details = ["<details><summary>What we saw, rule by rule</summary>", ""]
     for claim in (r for r in book.rows if r.paper == paper):
         found = _verdict(book, claim, seen)
-        saw = "<br>".join(_cell(str(outcome)) for outcome in found.outcomes)
-        if claim.not_run:
-            saw = f"`{claim.not_run['command']}` ({claim.not_run['cost']})"
         link = ""
         if notebooks is not None and (notebooks / f"{claim.notebook}.ipynb").is_file():
             link = f"[{claim.notebook.split('_')[0]}]({notebooks.name}/{claim.notebook}.ipynb)"
-        cells = [
-            claim.id,
-            _cell(claim.statement),
-            _cell(claim.paper_value),
-            saw,
-            _cell(claim.scale),
-            f"**{found}**",
-            link,
-        ]
+        cells = [claim.id, _cell(claim.statement), _cell(claim.paper_value), f"**{found}**", link]
         lines.append(f"| {' | '.join(cells)} |")
+        details += _details(claim, found)
+    if len(details) > 2:
+        lines += ["", *details, "", "</details>"]
     return "\n".join(lines)
+
+
+def _details(claim: Row, found: Verdict) -> list[str]:
+    if claim.not_run:
+        return [f"- **{claim.id}**, {found}: `{claim.not_run['command']}` ({claim.not_run['cost']})"]
+    if not found.outcomes:
+        return []
+    title = f"- **{claim.id}**, {found}. {_cell(claim.scale)}. Record `{claim.record}`."
+    return [title, *(f"  - {_cell(str(outcome))}" for outcome in found.outcomes)]
 
 
 def records_table() -> str:

@@ -21,7 +21,11 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """`aggregate` over seeds of `metric` (less `minus`, seed by seed) must stand in `relation` to `bound`."""
+    """`aggregate` over seeds of `metric` (less `minus`, seed by seed) must stand in `relation` to `bound`.
+
+    A `control` is a condition of the experiment (the network learns), not a part of the claim: it cannot earn a
+    verdict, and where it fails the claim is at most partly reproduced.
+    """
 
     metric: str
     aggregate: str
@@ -29,6 +33,7 @@ class Rule:
     bound: float | tuple[float, float]
     says: str
     minus: str | None = None
+    control: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,16 +116,21 @@ def _row(data: Any) -> Row:
         raise LedgerError(f"{where} has rules but no record to apply them to.")
     if rules and not data["scale"]:
         raise LedgerError(f"{where} has rules but an empty scale; say what it was tested at.")
+    parsed = tuple(_rule(where, rule) for rule in rules)
+    if parsed and all(rule.control for rule in parsed):
+        raise LedgerError(f"{where} has only controls among its rules; add one that judges the claim.")
     if "not_run" in data:
         _need_fields(f"{where}, not_run", data["not_run"], {"command", "cost"})
         if rules:
             raise LedgerError(f"{where} has both rules and not_run; keep one.")
-    return Row(**{**data, "rules": tuple(_rule(where, rule) for rule in rules)})
+    return Row(**{**data, "rules": parsed})
 
 
 def _rule(where: str, data: Any) -> Rule:
     texts = {"metric", "aggregate", "relation", "says"}
-    _need_fields(f"A rule of {where}", data, texts | {"bound"}, {"minus"}, texts=texts | {"minus"})
+    _need_fields(f"A rule of {where}", data, texts | {"bound"}, {"minus", "control"}, texts=texts | {"minus"})
+    if not isinstance(data.get("control", False), bool):
+        raise LedgerError(f"{where} has control: {data['control']!r}; give true, or leave it out.")
     if data["aggregate"] not in AGGREGATES:
         raise LedgerError(f"{where} has the aggregate '{data['aggregate']}'; use {', '.join(AGGREGATES)}.")
     bound = data["bound"]
