@@ -50,7 +50,8 @@ def continuity_rates() -> Experiment:
         "depth": 16,
     }
     cells = grid(network=(*MAIN, *CONTROLS))
-    return Experiment("continuity-rates", ("GC-1", "GC-2", "GC-3", "GC-4", "GC-9"), config, cells, run_cell)
+    claims = ("GC-1", "GC-2", "GC-3", "GC-4", "GC-5", "GC-6", "GC-9")
+    return Experiment("continuity-rates", claims, config, cells, run_cell)
 
 
 def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
