@@ -51,7 +51,7 @@ $(INSTALLED): pyproject.toml
 	@echo "Installing into .venv (torch is large; a few minutes the first time)"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv  # also after one cut short
 	@$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
-	@$(WITHIN) 300 "installation" $(BIN)/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) -e '.[notebooks,data,dev]'
+	@PYTHONWARNINGS=ignore $(WITHIN) 300 "installation" $(BIN)/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) -e '.[notebooks,data,dev]'
 	@touch $(INSTALLED)
 
 clean:
