@@ -213,6 +213,27 @@ def test_unreadable_notebooks_are_named(tmp_path):
         nbtools.read(tmp_path / "01_cut.ipynb")
     with pytest.raises(ValueError, match="There is no notebook"):
         nbtools.run([tmp_path / "02_none.ipynb"])
+    (tmp_path / "03_cell.ipynb").write_text('{"nbformat": 4, "metadata": {}, "cells": [{"cell_type": "code"}]}')
+    with pytest.raises(ValueError, match="03_cell.ipynb: cell 1 has no type or no source"):
+        nbtools.read(tmp_path / "03_cell.ipynb")
+
+
+def test_a_code_cell_without_a_list_of_outputs_has_none(tmp_path):
+    cell = '{"cell_type": "code", "source": ["x = 1\\n", "x"]}'
+    (tmp_path / "01_bare.ipynb").write_text(f'{{"nbformat": 4, "metadata": {{}}, "cells": [{cell}]}}')
+    assert nbtools.read(tmp_path / "01_bare.ipynb")["cells"][0]["outputs"] == []
+
+
+def test_a_path_with_spaces_and_other_letters_runs_and_compares(tmp_path, monkeypatch, capfd):
+    from depthlab.nbtools import policy
+
+    folder = tmp_path / "my notes ü"
+    folder.mkdir()
+    path = save(folder / "01_two words.ipynb", "import os\nprint(os.path.basename(os.getcwd()), 'é ∑')")
+    assert nbtools.run([path], in_place=True) == 0
+    assert nbtools.read(path)["cells"][0]["outputs"][0]["text"] == "my notes ü é ∑\n"
+    monkeypatch.setattr(policy, "problems", lambda path: [])
+    assert nbtools.check([path], cell_timeout=30) == 0 and "1 passed" in capfd.readouterr().out
 
 
 # ---- strict nbval ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from depthlab.runs import write_atomic
 Notebook = dict[str, Any]
 Cell = dict[str, Any]
 
-_IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]*)[^)]*\)|<img[^>]*src=[\"']([^\"']*)")
+_IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]*)[^)]*\)|<img\b[^>]*?src=[\"']?([^\"'\s>]*)", re.IGNORECASE)
 
 SHOW, SOLUTION, EXERCISE_CHECK = "nbval-ignore-output", "solution", "exercise-check"
 STUB_MARK = "# --- solution"
@@ -44,8 +44,12 @@ def read(path: str | Path) -> Notebook:
         raise ValueError(f"{path} is not a readable notebook ({error}); restore it from version control.") from None
     if not isinstance(notebook, dict) or notebook.get("nbformat") != 4 or "cells" not in notebook:
         raise ValueError(f"{path} is not a notebook of format 4; save it again with Jupyter.")
-    for cell in notebook["cells"]:
+    for number, cell in enumerate(notebook["cells"], start=1):
+        if cell.get("cell_type") not in ("markdown", "code", "raw") or "source" not in cell:
+            raise ValueError(f"{path}: cell {number} has no type or no source; save it again with Jupyter.")
         cell["source"] = _joined(cell["source"])
+        if cell["cell_type"] == "code":
+            cell.setdefault("outputs", [])
         for output in cell.get("outputs", ()):
             if "text" in output:
                 output["text"] = _joined(output["text"])

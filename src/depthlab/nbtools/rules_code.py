@@ -2,7 +2,10 @@
 
 import ast
 import builtins
+import io
+import itertools
 import re
+import tokenize
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from depthlab.nbtools.document import (
     name_of,
     nodes,
     pngs,
+    printed,
     prose,
     tags,
 )
@@ -24,6 +28,8 @@ from depthlab.nbtools.headers import header
 
 _NBVAL_COMMENT = re.compile(r"^\s*#+\s*(NBVAL|PYTEST_VALIDATE)_", re.MULTILINE)
 KNOWN_TAGS = {SHOW, SOLUTION, EXERCISE_CHECK}
+SHELLS = ("get_ipython", "os.system")
+WORKERS_AT = 5  # the place of num_workers among DataLoader's positional arguments
 
 
 def code_is_plain_python(notebook: Notebook, path: Path) -> list[str]:
@@ -31,7 +37,7 @@ def code_is_plain_python(notebook: Notebook, path: Path) -> list[str]:
     for cell in code_cells(notebook):
         if re.search(r"pip\s+install|conda\s+install", cell["source"]):
             found.append(f"{cell['id']} installs packages; the environment does that")
-        elif not nodes(cell):
+        elif not nodes(cell) or any(ast.unparse(call.func) in SHELLS for call in calls(cell)):
             found.append(f"{cell['id']} is no plain Python: no magics, no shell")
     return found
 
@@ -64,13 +70,28 @@ def no_trailing_semicolon(notebook: Notebook, path: Path) -> list[str]:
     return [
         f"{cell['id']} has a trailing `;`, which hides nothing under nbval; end with plt.show()"
         for cell in code_cells(notebook)
-        if re.search(r"^[^#\n]*;[ \t]*$", cell["source"], re.MULTILINE)
+        if _ends_a_line_in_a_semicolon(cell["source"])
     ]
+
+
+def _ends_a_line_in_a_semicolon(source: str) -> bool:
+    """Also before a comment; inside a string or a comment it is text."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (tokenize.TokenError, IndentationError):
+        return False  # code_is_plain_python says so
+    ends = (tokenize.NEWLINE, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
+    return any(token.string == ";" and after.type in ends for token, after in itertools.pairwise(tokens))
 
 
 def plots_end_with_show(notebook: Notebook, path: Path) -> list[str]:
     drawn = [cell for cell in code_cells(notebook) if any(True for _ in pngs(cell))]
-    return [f"{cell['id']} draws; end it with plt.show()" for cell in drawn if "plt.show()" not in cell["source"]]
+    return [f"{cell['id']} draws; end it with plt.show()" for cell in drawn if not _ends_with_show(cell)]
+
+
+def _ends_with_show(cell: Cell) -> bool:
+    body = nodes(cell)[0].body if nodes(cell) else []
+    return bool(body) and ast.unparse(body[-1]) == "plt.show()"
 
 
 def no_workers_with_cell_classes(notebook: Notebook, path: Path) -> list[str]:
@@ -82,8 +103,15 @@ def no_workers_with_cell_classes(notebook: Notebook, path: Path) -> list[str]:
         and node.arg == "num_workers"
         and not (isinstance(node.value, ast.Constant) and node.value.value == 0)
     ]
-    if workers and any(isinstance(node, ast.ClassDef) for node in code):
-        return ["num_workers > 0 with a class defined in a cell: a worker process cannot find it"]
+    workers += [
+        node
+        for node in code
+        if isinstance(node, ast.Call)
+        and name_of(node) == "DataLoader"
+        and (len(node.args) > WORKERS_AT or any(keyword.arg is None for keyword in node.keywords))
+    ]
+    if workers and any(isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Lambda) for node in code):
+        return ["num_workers > 0 with a class or function defined in a cell: a worker process cannot find it"]
     return []
 
 
@@ -103,9 +131,14 @@ def shown_is_checked(notebook: Notebook, path: Path) -> list[str]:
     return [
         f"{cell['id']} is shown and not compared; an untagged check(...) cell must follow"
         for cell, after in zip(code, [*code[1:], None], strict=False)
-        if SHOW in tags(cell)
-        and (after is None or SHOW in tags(after) or not any(name_of(call) == "check" for call in calls(after)))
+        if SHOW in tags(cell) and (after is None or SHOW in tags(after) or not _checks(after))
     ]
+
+
+def _checks(cell: Cell) -> bool:
+    """Whether it calls `check` and a verdict came out: one that is never reached proves nothing."""
+    verdict = re.search(r"^PASS  ", printed(cell), re.MULTILINE)
+    return bool(verdict) and any(name_of(call) == "check" for call in calls(cell))
 
 
 def exercises_stand_alone(notebook: Notebook, path: Path) -> list[str]:

@@ -4,13 +4,19 @@ import re
 import struct
 from pathlib import Path
 
-from depthlab.nbtools.document import NUMBER, SHOW, Notebook, code_cells, mimes, pngs, printed, tags
+from depthlab.nbtools.document import SHOW, Notebook, code_cells, mimes, pngs, printed, tags
 
 MOST_BYTES = 400_000
 FIGURE_INCHES = (5.0, 3.5)
 SIGNIFICANT_DIGITS = 4
 
-_PATH = re.compile(r"(?<![\w./:~<>)\]}$\\-])/[A-Za-z_][\w.-]*/[\w.-]|\b[A-Z]:\\\w")
+_PATH = re.compile(
+    r"(?<![\w./:~<>)\]}$\\-])/[A-Za-z_][\w.-]*/[\w.-]|\b[A-Z]:[\\/]\w|file:///|\b[a-z]:[\\/]users\b"
+    r"|(?<![\w./:~<>)\]}$\\-])/(?:home|Users|root|tmp|mnt|opt|srv|usr|var)\b"
+)
+# Bars of tqdm (with or without the bar itself) and rich, and what moves or colours a terminal.
+_BAR = re.compile(r"[\r\x1b]|\d%\||[━█▏▎▍▌▋▊▉]{3}|\d+/\d+ \[\d\d:\d\d|\[[#=> .-]*[#=]{3}[#=> .-]*\]")
+_FLOAT = re.compile(r"(?<![\d.])\d+\.\d+(?:e[+-]?\d+)?(?!\.?\d)", re.IGNORECASE)
 _OBJECT = re.compile(r"\A[\[(]*(?:<|Text\(|array\(\[)")
 
 
@@ -39,6 +45,20 @@ def ids_and_metadata_are_plain(notebook: Notebook, path: Path) -> list[str]:
 def no_widgets(notebook: Notebook, path: Path) -> list[str]:
     found = ["widget state in the metadata"] if "widgets" in notebook["metadata"] else []
     return found + [f"{cell['id']} shows a widget" for cell, mime in mimes(notebook) if "widget" in mime]
+
+
+def outputs_are_text_or_png(notebook: Notebook, path: Path) -> list[str]:
+    """HTML is not compared by nbval, so it may only repeat, as a table, what stands there as text."""
+    found = []
+    for cell in code_cells(notebook):
+        for data in (output["data"] for output in cell["outputs"] if "data" in output):
+            other = sorted(mime for mime in data if not re.match(r"text/(plain|html)$|image/|.*widget", mime))
+            if other:
+                found.append(f"{cell['id']} holds {', '.join(other)}; print text or draw")
+            html, text = data.get("text/html"), data.get("text/plain", "<")
+            if html and ("<table" not in html or text.startswith("<") or re.search(r"<(img|script|svg)\b", html)):
+                found.append(f"{cell['id']} shows HTML that is no table with its text beside it")
+    return found
 
 
 def pictures_are_png(notebook: Notebook, path: Path) -> list[str]:
@@ -78,12 +98,15 @@ def no_stderr(notebook: Notebook, path: Path) -> list[str]:
 
 
 def no_progress_bars(notebook: Notebook, path: Path) -> list[str]:
-    bar = re.compile(r"\r|\d%\|")
-    return [f"{cell['id']} holds a progress bar" for cell in code_cells(notebook) if bar.search(printed(cell))]
+    return [
+        f"{cell['id']} holds a progress bar or terminal codes"
+        for cell in code_cells(notebook)
+        if _BAR.search(printed(cell))
+    ]
 
 
 def no_addresses(notebook: Notebook, path: Path) -> list[str]:
-    address = re.compile(r"0x[0-9a-fA-F]{6,}")
+    address = re.compile(r"\b0x[0-9a-f]{6,}", re.IGNORECASE)
     return [f"{cell['id']} prints an address" for cell in code_cells(notebook) if address.search(printed(cell))]
 
 
@@ -101,7 +124,7 @@ def no_bare_objects(notebook: Notebook, path: Path) -> list[str]:
         f"{cell['id']} ends in an expression that prints an object ({output['data']['text/plain'][:30]})"
         for cell in code_cells(notebook)
         for output in cell["outputs"]
-        if output["output_type"] == "execute_result" and _OBJECT.match(output["data"].get("text/plain", ""))
+        if "html" not in "".join(output.get("data", {})) and _OBJECT.match(output.get("data", {}).get("text/plain", ""))
     ]
 
 
@@ -110,7 +133,7 @@ def floats_are_short(notebook: Notebook, path: Path) -> list[str]:
     for cell in code_cells(notebook):
         if SHOW in tags(cell):
             continue
-        for number in NUMBER.findall(re.sub(r"arXiv[: ]\d+\.\d+", "", printed(cell))):
+        for number in _FLOAT.findall(re.sub(r"arXiv[: ]\d+\.\d+", "", printed(cell))):
             digits = re.sub(r"e.*", "", number, flags=re.IGNORECASE).replace(".", "").lstrip("0")
             if "." in number and len(digits) > SIGNIFICANT_DIGITS:
                 found.append(f"{cell['id']} prints {number}; at most {SIGNIFICANT_DIGITS} significant digits")

@@ -26,7 +26,13 @@ CELL_LINES, MEDIAN_LINES = 30, 8
 NOTEBOOK_SECONDS = 60
 
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s#]+)")
-_MEASURED = re.compile(r"(?<![\w.,/])(\d+\.\d+(?:e[+-]?\d+)?|\d+(?=\s?%)|\d+(?=[- ]fold))(?![\w]|\.\d)", re.IGNORECASE)
+# Decimals (also .5 and 1,234.5), and integers with a unit of comparison behind them.
+_MEASURED = re.compile(
+    r"(?<![A-Za-z0-9.,])((?:\d{1,3}(?:,\d{3})+|\d*)\.\d+(?:e[+-]?\d+)?(?!x\b)(?![A-Za-z0-9]|\.\d)"
+    r"|\d*\.?\d+(?=\s?(?:%|×|percent\b|per cent\b)|[- ]fold|x\b))",
+    re.IGNORECASE,
+)
+_MEDIA = re.compile(r"<(?:iframe|video|audio|source|embed|object|script|svg)\b|!\[[^\]]*\]\[", re.IGNORECASE)
 _NOT_MEASURED = (
     re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL),
     re.compile(r"\$\$.*?\$\$", re.DOTALL),
@@ -87,7 +93,18 @@ def picture_near_the_top(notebook: Notebook, path: Path) -> list[str]:
 
 
 def images_are_local(notebook: Notebook, path: Path) -> list[str]:
-    return [f"remote image {image}" for image in images(prose(notebook)) if re.match(r"\w+://|//", image)]
+    text = prose(notebook)
+    found = [f"{media[0]} in the text; a picture is ![..](figures/..)" for media in _MEDIA.finditer(text)]
+    elsewhere = [image for image in images(text) if re.match(r"[\w+.-]+:|//", image) and ";base64" not in image]
+    return found + [f"the image {image[:40]} is no file of ours" for image in elsewhere]
+
+
+def cells_are_text_or_code(notebook: Notebook, path: Path) -> list[str]:
+    cells = notebook["cells"]
+    found = [f"{cell['id']} is a raw cell, which no rule reads" for cell in cells if cell["cell_type"] == "raw"]
+    return found + [
+        f"{cell['id']} has an attachment; put it into figures/" for cell in cells if cell.get("attachments")
+    ]
 
 
 def text_has_no_base64(notebook: Notebook, path: Path) -> list[str]:
@@ -141,7 +158,7 @@ def measured_numbers_are_printed(notebook: Notebook, path: Path) -> list[str]:
 
 
 def measured_numbers(notebook: Notebook) -> list[str]:
-    """Decimals, percentages and "n-fold" in plain prose; settings stand in code spans or formulas and do not count.
+    """Decimals, percentages, "n-fold" and "n×" in plain prose; settings stand in code spans or formulas: not counted.
 
     Nor do headings, the Needs line, links, arXiv numbers, the table of the notation, and the references.
     """
@@ -155,6 +172,7 @@ def measured_numbers(notebook: Notebook) -> list[str]:
 
 
 def _is_among(number: str, shown: list[float]) -> bool:
+    number = number.replace(",", "")
     if "e" in number.lower():
         return any(f"{x:.1e}" == f"{float(number):.1e}" for x in shown)
     decimals = len(number.partition(".")[2])
