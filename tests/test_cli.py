@@ -175,6 +175,7 @@ def test_runs_tells_a_stale_record(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["notebooks", "run"], "run", ((None,), {"in_place": False, "out_dir": "build/notebooks"})),
         (["notebooks", "run", "a", "--in-place"], "run", ((["a"],), {"in_place": True, "out_dir": "build/notebooks"})),
         (["notebooks", "check", "a", "b"], "check", ((["a", "b"],), {})),
+        (["notebooks", "links"], "sync_colab", ((), {})),
         (["exercises", "--check"], "write_exercises", ((), {"check": True})),
     ],
 )

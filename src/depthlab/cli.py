@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--check", action="store_true", help="write nothing; fail if it is not up to date")
     table.add_argument("--readme", default="README.md", help="the file with the markers (default README.md)")
     table.set_defaults(run=_notebook_table)
+    links = notebooks.add_parser("links", help="make the Colab links follow pyproject's repository address")
+    links.set_defaults(run=_notebook_links)
 
     exercises = commands.add_parser("exercises", help="generate the students' copies")
     exercises.add_argument("--check", action="store_true", help="write nothing; fail if they are not up to date")
@@ -172,6 +174,13 @@ def _notebook_table(chosen: argparse.Namespace) -> int:
         print(f"{chosen.readme} is not up to date; run `depthlab notebooks table`.", file=sys.stderr)
         return 1
     print(f"{chosen.readme}: {'already up to date' if current else 'table written'}.")
+    return 0
+
+
+def _notebook_links(chosen: argparse.Namespace) -> int:
+    from depthlab import nbtools
+
+    nbtools.sync_colab()
     return 0
 
 
