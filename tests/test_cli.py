@@ -175,7 +175,6 @@ def test_runs_tells_a_stale_record(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["notebooks", "run"], "run", ((None,), {"in_place": False, "out_dir": "build/notebooks"})),
         (["notebooks", "run", "a", "--in-place"], "run", ((["a"],), {"in_place": True, "out_dir": "build/notebooks"})),
         (["notebooks", "check", "a", "b"], "check", ((["a", "b"],), {})),
-        (["notebooks", "links"], "sync_colab", ((), {})),
         (["exercises", "--check"], "write_exercises", ((), {"check": True})),
     ],
 )
@@ -186,6 +185,13 @@ def test_notebook_commands_pass_their_arguments_and_exit_code_on(
     monkeypatch.setattr(nbtools, function, lambda *a, **k: calls.append((a, k)) or 1)
     assert main(command) == 1
     assert calls == [given]
+
+
+def test_the_links_command_mends_the_colab_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(nbtools, "sync_colab", lambda: calls.append("synced"))
+    assert main(["notebooks", "links"]) == 0
+    assert calls == ["synced"]
 
 
 def test_doctor_finds_the_core_well_and_says_how_to_get_the_rest(
