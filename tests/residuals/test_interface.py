@@ -173,6 +173,27 @@ def test_autocast_stores_bfloat16_computes_float32_and_gives_float32_gradients(r
     assert all(g.dtype == torch.float32 and torch.isfinite(g).all() for g in grads)
 
 
+def test_autocast_reaches_neither_the_start_nor_a_pruned_read(residual, x):
+    def run(dtype):
+        h, state = residual.start(x)
+        state = residual.step(0, x.flip(0).to(dtype), state)[1]
+        return [h, residual.read(3, state), residual.step(4, x.to(dtype), state)[0]]
+
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = run(dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert all_equal(run(dtype), plain)
+
+
+def test_a_float32_state_is_rounded_only_when_the_first_bfloat16_update_is_in(residual, x):
+    """The embedding is float32 under autocast: rounded before the sum it would lose what the store keeps."""
+    _, state = residual.start(x)
+    update = x.flip(0).bfloat16()
+    stored = residual.step(0, update, state)[1].stacked()
+    exact = residual.step(0, update.float(), state)[1].stacked()
+    assert stored.dtype == torch.bfloat16 and torch.equal(stored, exact.bfloat16())
+
+
 def test_bfloat16_streams_lose_no_more_than_their_storage(scheme, layers, x):
     residual = build(scheme, WIDTH, LAYERS, n_streams=3, normalize=False)
     updates = [torch.randn(x.shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(LAYERS)]
