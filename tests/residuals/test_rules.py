@@ -56,6 +56,13 @@ def test_pruning_leaves_a_step_out_and_the_next_sublayer_reads_by_its_own_query(
     close(drive(residual, x, updates, skip), expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("skip", [(3,), (4,), (5,), (3, 4), (5, 6), (3, 4, 5), (2, 3, 4, 5, 6), (0, 23)])
+def test_block_attnres_lets_the_next_sublayer_open_a_block_whose_first_is_pruned(truth, make, skip):
+    residual = make("attnres-block", n_sublayers=24, normalize=False)
+    x, updates = signals(layers=24)
+    close(drive(residual, x, updates, skip), truth.reads("attnres-block", residual, x.numpy(), updates.numpy(), skip))
+
+
 @pytest.mark.parametrize("layers", [1, 7, 8, 9, 16, 21, 24])
 def test_block_attnres_sums_eight_blocks(truth, make, layers):
     residual = make("attnres-block", n_sublayers=layers, normalize=False)

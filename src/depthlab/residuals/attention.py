@@ -84,8 +84,8 @@ class AttnRes(Residual):
 class BlockAttnRes(AttnRes):
     """Block Attention Residuals: the same read over x_0, the sums of finished blocks of layers, and the running sum.
 
-    The sublayers form 8 blocks (one each where there are fewer than 8), sublayer l in block floor(8 l / L): with L = 24
-    blocks of 3. The first sublayer of a block opens a new sum, the others add to it. x_0 stays a source of its own.
+    The sublayers form 8 blocks, sublayer l in block floor(8 l / L): blocks of 3 with L = 24, and each sublayer a block
+    of its own with L <= 8. The first sublayer of a block opens a new sum, the others add to it. x_0 stays a source of its own.
 
     Source: arXiv 2603.15031 (Block AttnRes).
     """
@@ -108,6 +108,5 @@ class BlockAttnRes(AttnRes):
 
     def _opens(self, layer: int, state: State) -> bool:
         """Whether `layer` is the first of its block that was stepped (a pruned one leaves that to the next)."""
-        blocks = min(self.N_BLOCKS, self.n_sublayers)
-        block: Callable[[int], int] = lambda index: index * blocks // self.n_sublayers  # noqa: E731
+        block: Callable[[int], int] = lambda index: index * self.N_BLOCKS // self.n_sublayers  # noqa: E731
         return len(state.streams) == 1 or block(layer) != block(state.layer - 1)
