@@ -57,7 +57,8 @@ def mix_and_pool(
     """One mixing layer: move every stream towards the update by its gate, then pool what the next sublayer reads.
 
     Args:
-        streams: [.., n, C], n = 1 .. 16, C >= 1, any leading dimensions; float16, bfloat16, float32 or float64.
+        streams: [.., n, C], n = 1 .. 16, C >= 1, any leading dimensions; float16, bfloat16, float32 or float64. As for
+            torch's own RMSNorm, squares must stay finite: values up to 1e18 in float32 and bfloat16.
         update: [.., C], the sublayer's output F.
         w_gate: [C], the gate's query.
         bias: [n] for "independent" gates, [1] (the forget logit) for "competitive" ones.
@@ -88,7 +89,7 @@ def mix_and_pool(
         _check_vector("bias", bias, n, "n, one bias a stream for independent gates", streams)
     else:
         _check_vector("bias", bias, 1, "the one forget logit of competitive gates", streams)
-    _check_eps(eps)
+    _check_options(normalize, eps)
     return reference.mix_and_pool(streams, update, w_gate, bias, w_pool, gate=gate, normalize=normalize, eps=eps)
 
 
@@ -120,7 +121,7 @@ def append_and_pool(
         raise ValueError(f"append_and_pool got {n} streams, the most a token can have; mix instead.")
     _check_update(update, streams)
     _check_vector("w_pool", w_pool, width, "C", streams)
-    _check_eps(eps)
+    _check_options(normalize, eps)
     return reference.append_and_pool(streams, update, w_pool, normalize=normalize, eps=eps)
 
 
@@ -143,7 +144,7 @@ def attn_pool(
     resolve_backend(backend)
     _, width = _check_streams(streams)
     _check_vector("w_pool", w_pool, width, "C", streams)
-    _check_eps(eps)
+    _check_options(normalize, eps)
     return reference.attn_pool(streams, w_pool, normalize=normalize, eps=eps)
 
 
@@ -152,7 +153,9 @@ def _check_gate(gate: str) -> None:
         raise ValueError(f"gate={gate!r} is unknown; use {' or '.join(map(repr, GATES))}.")
 
 
-def _check_eps(eps: float) -> None:
+def _check_options(normalize: bool, eps: float) -> None:
+    if not isinstance(normalize, bool):
+        raise TypeError(f"normalize must be True or False, got {type(normalize).__name__}.")
     if isinstance(eps, bool) or not isinstance(eps, Real):
         raise TypeError(f"eps must be a number, got {type(eps).__name__}; the default is 1e-6.")
     smallest = torch.finfo(torch.float32).tiny  # below it float32 rounds eps to 0, and an all-zero stream reads as NaN
@@ -166,6 +169,8 @@ def check_tensor(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}; convert it first.")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; use one of {', '.join(str(d)[6:] for d in DTYPES)}.")
+    if x.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pad it first.")
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; make it dense first.")
 

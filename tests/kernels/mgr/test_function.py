@@ -235,11 +235,17 @@ def call(**changes):
     return mix_and_pool(**(args | changes))
 
 
+def nested(n):
+    return torch.nested.nested_tensor([torch.ones(n, 4), torch.ones(n, 4)], layout=torch.jagged)
+
+
 WRONG = {
     "streams are a list": (TypeError, {"streams": [1.0]}, "streams must be a torch.Tensor, got list"),
     "streams are integers": (TypeError, {"streams": torch.ones(3, 2, 4).long()}, "streams has dtype torch.int64"),
     "update is complex": (TypeError, {"update": torch.ones(3, 4) + 0j}, "update has dtype torch.complex64"),
     "sparse streams": (TypeError, {"streams": torch.ones(3, 2, 4).to_sparse()}, "streams has layout torch.sparse_coo"),
+    "nested streams": (TypeError, {"streams": nested(2)}, "streams is a nested tensor; pad it first"),
+    "normalize is a word": (TypeError, {"normalize": "no"}, "normalize must be True or False, got str"),
     "bias is None": (TypeError, {"bias": None}, "bias must be a torch.Tensor, got NoneType"),
     "one dimension": (ValueError, {"streams": torch.ones(4)}, "streams has shape [4]; it needs [.., n, C]"),
     "no stream": (ValueError, {"streams": torch.ones(3, 0, 4)}, "n=0; a token has 1 to 16 streams"),
