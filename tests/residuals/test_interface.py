@@ -185,6 +185,17 @@ def test_autocast_reaches_neither_the_start_nor_a_pruned_read(residual, x):
             assert all_equal(run(dtype), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_stored_state_is_read_as_its_float32_copy_is(scheme, shake, x, dtype):
+    residual = shake(build(scheme, WIDTH, LAYERS, n_streams=3, normalize=False), size=0.3)
+    _, state = residual.start(x.to(dtype))
+    for layer in range(LAYERS):
+        state = residual.step(layer, x.roll(layer, -1).to(dtype), state)[1]
+    wide = torch.utils._pytree.tree_map(lambda v: v.float() if isinstance(v, torch.Tensor) else v, state)
+    found = residual.read(LAYERS, state)
+    assert found.dtype == dtype and torch.equal(found, residual.read(LAYERS, wide).to(dtype))
+
+
 def test_a_float32_state_is_rounded_only_when_the_first_bfloat16_update_is_in(residual, x):
     """The embedding is float32 under autocast: rounded before the sum it would lose what the store keeps."""
     _, state = residual.start(x)

@@ -105,6 +105,44 @@ def test_only_mixing_layers_own_a_gate_and_only_pools_own_a_query(gate):
         assert all(p.abs().max() == 0 for name, p in residual.named_parameters() if "bias" not in name)
 
 
+# ---- the start values of the baselines, as their papers give them
+
+
+def by_end_of_name(layer):
+    return {name: value.detach() for name, value in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_hyper_connections_start_at_the_papers_values(n):
+    for index, layer in enumerate(build("hc", WIDTH, LAYERS, n_streams=n).residual_layers):
+        own, read = by_end_of_name(layer), torch.eye(n)[index % n]
+        assert torch.equal(own.pop("static_read"), read) and torch.equal(own.pop("static_mix"), torch.eye(n))
+        assert torch.equal(own.pop("static_write"), torch.ones(n))
+        assert {own.pop("read_mix_scale").item(), own.pop("write_scale").item()} == {torch.tensor(0.01).item()}
+        assert len(own) == 3 and not any(weight.any() for weight in own.values())
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_mhc_lite_starts_at_the_papers_values(n):
+    residual = build("mhc-lite", WIDTH, LAYERS, n_streams=n)
+    for index, layer in enumerate(residual.residual_layers):
+        own, one_stream = by_end_of_name(layer), 2 * torch.eye(n)[index % n] - 1
+        assert torch.equal(own.pop("read_bias"), one_stream) and torch.equal(own.pop("write_bias"), one_stream)
+        scales = {own.pop(name).item() for name in list(own) if name.endswith("_scale")}
+        assert scales == {torch.tensor(0.01).item()}
+        if n > 1:
+            mix = own.pop("mix_bias")
+            assert mix.tolist() == [0.0] + [-8.0] * (math.factorial(n) - 1)
+            assert torch.equal(residual.residual_permutations[mix.argmax()], torch.eye(n))
+        assert len(own) == 2 + (n > 1) and not any(weight.any() for weight in own.values())
+
+
+def test_attention_residuals_start_as_plain_means():
+    for scheme in ("attnres", "attnres-block"):
+        for layer in build(scheme, WIDTH, LAYERS).residual_layers:
+            assert not layer.query.any() and torch.equal(layer.key_weight, torch.ones(WIDTH))
+
+
 # ---- gradients
 
 

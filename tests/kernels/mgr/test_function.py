@@ -179,6 +179,32 @@ def test_half_precision_is_only_how_results_are_stored(make_inputs, gate, stored
     assert all_equal(found, [exact[0].to(stored), exact[1].to(stored), exact[2]])
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_no_arithmetic_is_in_half_precision_when_every_input_is(make_inputs, gate, stored):
+    inputs = make_inputs(50, 3, 40, gate, stored)
+    exact_inputs = [x.float() for x in inputs]
+    streams, pooled, beta = mix_and_pool(*inputs, gate=gate, normalize=True)
+    exact = mix_and_pool(*exact_inputs, gate=gate, normalize=True)
+    assert beta.dtype == torch.float32
+    assert all_equal((streams, pooled, beta), (exact[0].to(stored), exact[1].to(stored), exact[2]))
+    s, f, q = inputs[0], inputs[1], inputs[4]
+    for found, wide in (
+        (attn_pool(s, q), attn_pool(s.float(), q.float())),
+        (append_and_pool(s, f, q)[1], append_and_pool(s.float(), f.float(), q.float())[1]),
+        (mgr.rms_normalize(s), mgr.rms_normalize(s.float())),
+    ):
+        assert found.dtype == stored and torch.equal(found, wide.to(stored))
+
+
+def test_an_appended_read_sees_the_streams_before_they_are_rounded(make_inputs):
+    streams, update, _, _, w_pool = make_inputs(50, 3, 40, "independent", torch.float32)
+    update = update.bfloat16()
+    stored, pooled = append_and_pool(streams, update, w_pool)
+    exact = append_and_pool(streams, update.float(), w_pool)
+    assert torch.equal(stored, exact[0].bfloat16()) and torch.equal(pooled, exact[1].bfloat16())
+    assert not torch.equal(pooled, attn_pool(stored, w_pool))
+
+
 def test_autocast_changes_nothing_and_parameters_get_float32_gradients(make_inputs, gate):
     """Under autocast the embedding is float32, the sublayer's output bfloat16 and every gate parameter float32."""
     streams, update, *weights = make_inputs(5, 3, 48, gate, torch.float32)
