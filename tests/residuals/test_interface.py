@@ -539,6 +539,16 @@ def test_a_state_of_another_width_is_refused(scheme):
         narrow.step(0, torch.ones(2, WIDTH), state)
 
 
+@pytest.mark.parametrize("scheme", ["hc", "mhc-lite", "mgr-independent", "mgr-competitive"])
+def test_a_state_of_more_streams_is_refused(scheme):
+    many, few = (build(scheme, WIDTH, LAYERS, n_streams=n) for n in (4, 2))
+    _, state = many.start(torch.ones(2, WIDTH))
+    for layer in range(3):
+        _, state = many.step(layer, torch.ones(2, WIDTH), state)
+    with pytest.raises(ValueError, match=r"state holds streams of the form \[2, 4, 8\], which no"):
+        few.step(3, torch.ones(2, WIDTH), state)
+
+
 def test_counts_may_be_any_integers(scheme):
     residual = build(scheme, np.int64(WIDTH), np.int32(LAYERS), n_streams=np.int16(3))
     assert repr(residual) == repr(build(scheme, WIDTH, LAYERS, n_streams=3))

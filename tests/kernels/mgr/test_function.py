@@ -331,6 +331,16 @@ def test_the_other_two_functions_check_as_well():
             attn_pool(torch.ones(2, 4), torch.ones(4), **wrong)
 
 
+def test_eps_reaches_every_root(make_inputs):
+    streams, update, _, _, w_pool = make_inputs(3, 2, 5, "independent")
+    for normalize in (False, True):
+        found = attn_pool(streams, w_pool, normalize=normalize, eps=0.5)
+        assert torch.equal(found, reference.attn_pool(streams, w_pool, normalize=normalize, eps=0.5))
+        assert not torch.allclose(found, attn_pool(streams, w_pool, normalize=normalize))
+        found = append_and_pool(streams, update, w_pool, normalize=normalize, eps=0.5)[1]
+        assert not torch.allclose(found, append_and_pool(streams, update, w_pool, normalize=normalize)[1])
+
+
 def test_auto_is_torch_until_kernels_exist(make_inputs, gate):
     assert mgr.resolve_backend("auto") == mgr.resolve_backend("torch") == "torch"
     inputs = make_inputs(3, 2, 5, gate)
