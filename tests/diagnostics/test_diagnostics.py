@@ -239,6 +239,11 @@ def test_half_precision_states_are_measured_in_float32(model):
         shares, sizes = dg.embedding_share(trace), dg.norms(trace)
     assert trace.steps[2].update.dtype == torch.bfloat16
     assert shares.share.between(0, 1).all() and np.isfinite(sizes["mean"]).all()
+    update = sizes.query("signal == 'update' and layer == 2").iloc[0]
+    v = trace.steps[2].update.float().numpy()
+    length, values = np.linalg.norm(v, axis=-1), np.abs(v)
+    np.testing.assert_allclose([update["mean"], update["max"]], [length.mean(), length.max()], rtol=1e-5)
+    np.testing.assert_allclose(update.massive, values.max() / np.median(values), rtol=1e-5)
     assert shares.equals(dg.embedding_share(trace))  # autocast does not reach the measures
 
 
