@@ -85,7 +85,8 @@ class BlockAttnRes(AttnRes):
     """Block Attention Residuals: the same read over x_0, the sums of finished blocks of layers, and the running sum.
 
     The sublayers form 8 blocks, sublayer l in block floor(8 l / L): blocks of 3 with L = 24, and each sublayer a block
-    of its own with L <= 8. The first sublayer of a block opens a new sum, the others add to it. x_0 stays a source of its own.
+    of its own with L <= 8. The first sublayer of a block opens a new sum, the others add to it. x_0 stays a source of
+    its own.
 
     Source: arXiv 2603.15031 (Block AttnRes).
     """
