@@ -126,9 +126,7 @@ def test_the_experiment_records_every_arm_and_moment():
     arms = ("plain", "raise", "raise-control")
     settings = {"name": "n", "network": "res-none", "points": [0, 3, 6, 10], "arms": list(arms)}
     results = drift_experiments.run_cell(Cell("n", settings), config)
-    assert [(r.variant, r.seed) for r in results] == [
-        (f"n/{a}", s) for a in arms for s in (0, 1)
-    ]
+    assert [(r.variant, r.seed) for r in results] == [(f"n/{a}", s) for a in arms for s in (0, 1)]
     assert len({tuple(r.metrics) for r in results}) == 1
     plain, held = results[0], results[2]
     curve = plain.curves["weight_v1"]

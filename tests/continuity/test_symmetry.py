@@ -20,7 +20,7 @@ def network(name: str) -> toy.Params:
 
 
 def turns(kind: str) -> torch.Tensor:
-    """"independent" at every depth, "inner" (independent, but none at the ends), "global" (one everywhere)."""
+    """ "independent" at every depth, "inner" (independent, but none at the ends), "global" (one everywhere)."""
     found = symmetry.rotations(L + 1, D, torch.Generator().manual_seed(1))
     if kind == "global":
         return found[:1].expand(L + 1, -1, -1)
