@@ -109,6 +109,11 @@ def test_a_control_earns_no_verdict_and_can_spoil_one(rules: tuple[Rule, ...], v
     assert judge(row(*rules), record(SEEN)).verdict == verdict
 
 
+def test_partly_says_how_many_of_the_claims_own_rules_hold() -> None:
+    assert judge(row(HELD, FAILED, FAILED, CONTROL), record(SEEN)).counted == "partly (1 of 3)"
+    assert judge(row(HELD, CONTROL), record(SEEN)).counted == "reproduced at small scale"
+
+
 def test_a_claim_too_large_to_run_says_so() -> None:
     claim = row(record=None, not_run={"command": "depthlab train --preset L", "cost": "8 GPU days"})
     assert str(judge(claim, None)) == "not run here"

@@ -67,6 +67,12 @@ def test_claims_prints_every_claim_and_the_counts(capsys: pytest.CaptureFixture[
     assert lines[-1] == claims.summary()
 
 
+def test_claims_by_id_show_what_each_rule_saw(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["claims", "MGR-3", "GC-1"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == claims.report("MGR-3", "GC-1")
+    assert main(["claims", "GC-99"]) == 2
+
+
 def test_claims_writes_and_checks_a_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

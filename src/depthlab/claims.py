@@ -63,6 +63,12 @@ class Verdict:
     verdict: str
     outcomes: tuple[Outcome, ...] = ()
 
+    @property
+    def counted(self) -> str:
+        """The verdict; where some of the claim's own rules hold, also how many: "partly (2 of 11)"."""
+        own = [o for o in self.outcomes if not o.rule.control]
+        return f"partly ({sum(o.holds for o in own)} of {len(own)})" if self.verdict == "partly" else self.verdict
+
     def __str__(self) -> str:
         return self.verdict
 
@@ -160,7 +166,7 @@ def table(paper: str, notebooks: Path | None = None) -> str:
         link = ""
         if notebooks is not None and (notebooks / f"{claim.notebook}.ipynb").is_file():
             link = f"[{claim.notebook.split('_')[0]}]({notebooks.name}/{claim.notebook}.ipynb)"
-        cells = [claim.id, _cell(claim.statement), _cell(claim.paper_value), f"**{found}**", link]
+        cells = [claim.id, _cell(claim.statement), _cell(claim.paper_value), f"**{found.counted}**", link]
         lines.append(f"| {' | '.join(cells)} |")
         details += _details(claim, found)
     if len(details) > 2:
@@ -173,7 +179,7 @@ def _details(claim: Row, found: Verdict) -> list[str]:
         return [f"- **{claim.id}**, {found}: `{claim.not_run['command']}` ({claim.not_run['cost']})"]
     if not found.outcomes:
         return []
-    title = f"- **{claim.id}**, {found}. {_cell(claim.scale)}. Record `{claim.record}`."
+    title = f"- **{claim.id}**, {found.counted}. {_cell(claim.scale)}. Record `{claim.record}`."
     return [title, *(f"  - {_cell(str(outcome))}" for outcome in found.outcomes)]
 
 
@@ -224,7 +230,7 @@ def write_readme(path: Path | str) -> bool:
 def claims_section(notebooks: Path) -> str:
     """A heading and a table a paper, then the records behind them."""
     parts = [
-        'In "what we saw", the number is the one its rule judges (a mean, or the worst seed) and brackets hold the '
+        'Under "What we saw", the number is the one its rule judges (a mean, or the worst seed) and brackets hold the '
         "smallest and largest seed; all are computed from the records below.",
     ]
     for name, paper in read_ledger().papers.items():
@@ -235,9 +241,9 @@ def claims_section(notebooks: Path) -> str:
 
 def summary_section() -> str:
     """The counts, then every judged claim with its verdict, the welcome ones first."""
-    found = {r: v.verdict for r, v in zip(rows(), verdicts().values(), strict=True) if v.outcomes}
-    judged = sorted(found, key=lambda r: VERDICTS.index(found[r]))
-    return "\n".join([summary(), "", *(f"- **{found[r]}** ({r.id}): {r.statement}" for r in judged)]).rstrip()
+    found = {r: v for r, v in zip(rows(), verdicts().values(), strict=True) if v.outcomes}
+    judged = sorted(found, key=lambda r: VERDICTS.index(found[r].verdict))
+    return "\n".join([summary(), "", *(f"- **{found[r].counted}** ({r.id}): {r.statement}" for r in judged)]).rstrip()
 
 
 def _marker(kind: str, name: str) -> str:

@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="fail if the README's tables are not what the records give"
     )
     either.add_argument("--write", metavar="README", help="generate the tables in this file")
+    claims.add_argument("ids", nargs="*", metavar="ID", help="show these, with what each rule saw (GC-1 MGR-3 ...)")
     claims.set_defaults(run=_claims)
 
     runs = commands.add_parser("runs", help="list the records, or make one again")
@@ -69,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--out-dir", help="where the record goes (default data/results)")
     make.set_defaults(run=_make_run)
 
-    notebooks = commands.add_parser("notebooks", help="execute, check and list the notebooks").add_subparsers(
-        metavar="run|check|table", required=True
+    notebooks = commands.add_parser("notebooks", help="execute and check the notebooks").add_subparsers(
+        metavar="run|check|table|links", required=True
     )
     run = notebooks.add_parser("run", help="execute in fresh kernels")
     run.add_argument("paths", nargs="*", metavar="NOTEBOOK", help="default: all numbered notebooks")
@@ -115,10 +116,11 @@ def _claims(chosen: argparse.Namespace) -> int:
             return 1
         print(f"{claims.summary()} README.md agrees.")
         return 0
+    if chosen.ids:
+        print(claims.report(*chosen.ids))
+        return 0
     for row in claims.rows():
-        print(f"{row.id:<7} {verdicts[row.id]!s:<26}{row.statement}")
-        for outcome in verdicts[row.id].outcomes:
-            print(f"{'':<34}{outcome}")
+        print(f"{row.id:<7} {verdicts[row.id].counted:<26}{row.statement}")
     print(claims.summary())
     return 0
 
