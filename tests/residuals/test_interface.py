@@ -442,7 +442,7 @@ BUILD = {
         {},
         "n_sublayers=3 for n_streams=4: the first 3 only append",
     ),
-    "a shallow net": (ValueError, ("mgr-competitive", 8, 8), {"n_streams": 8}, "use at least 4 mixing layers"),
+    "a shallow net": (ValueError, ("mgr-competitive", 8, 8), {"n_streams": 8}, "use at least 11 sublayers"),
     "triton": (
         mgr.BackendUnavailable,
         ("mgr-independent", 8, 6),

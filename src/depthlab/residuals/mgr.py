@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from depthlab.kernels.mgr import append_and_pool, attn_pool, mix_and_pool
 from depthlab.kernels.mgr.reference import gate_values, pool_weights, wide
 from depthlab.residuals.base import Float32, Residual, State
-from depthlab.theory import gate_bias
+from depthlab.theory import gate_bias, smallest_valid_depth
 
 
 class _MGRLayer(Float32):
@@ -54,10 +54,12 @@ class MultiGateResidual(Residual):
         super().__init__(d_model, n_sublayers, normalize=normalize)
         self.gate, self.n_streams, self.backend = gate, n_streams, backend
         self.first_mixing = n_streams - 1
-        if n_sublayers < n_streams:
+        needed = self.first_mixing + smallest_valid_depth(gate, n_streams)
+        if n_sublayers < needed:
             raise ValueError(
-                f"'mgr-{gate}' got n_sublayers={n_sublayers} for n_streams={n_streams}: the first {n_streams - 1} only "
-                f"append streams and one must mix, so use at least {n_streams} sublayers, or fewer streams."
+                f"'mgr-{gate}' got n_sublayers={n_sublayers} for n_streams={n_streams}: the first {self.first_mixing} "
+                f"only append streams, and the gate bias exists from {needed - self.first_mixing} mixing layers on, so "
+                f"use at least {needed} sublayers, or fewer streams."
             )
         self.start_bias = gate_bias(gate, n_streams, n_sublayers - self.first_mixing)
         n_bias = n_streams if gate == "independent" else 1
