@@ -1,4 +1,4 @@
-"""The Triton kernels, imported as `depthlab.kernels`."""
+"""The operations that become fused kernels, imported as `depthlab.kernels`."""
 
 from depthlab.kernels import mgr
 

@@ -4,6 +4,7 @@ Sub-packages load on first use, so `import depthlab as dl; dl.theory.gate_bias(.
 """
 
 import importlib
+import importlib.util
 from typing import Any
 
 from depthlab.checks import CheckFailed, check
@@ -30,4 +31,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | _SUBMODULES | {"start"})
+    here = {name for name in _SUBMODULES if importlib.util.find_spec(f"depthlab.{name}")}
+    return sorted(set(globals()) | here | {"start"})
