@@ -42,7 +42,7 @@ notebooks-elsewhere: install
 	$(WITHIN) 840 "notebooks, as another machine" $(BIN)/python -m depthlab notebooks check
 
 lab: install
-	$(BIN)/jupyter lab notebooks
+	$(ONE_THREAD) $(BIN)/jupyter lab notebooks
 
 install: $(INSTALLED)
 
