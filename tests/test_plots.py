@@ -70,9 +70,3 @@ def test_bands_span_the_seeds_about_their_mean(ax):
     assert line.get_ydata().tolist() == [0.0, 3.0]
     heights = band.get_paths()[0].vertices[:, 1]
     assert (heights.min(), heights.max()) == (0.0, 6.0)
-
-
-def test_the_first_row_of_a_heat_map_is_at_the_bottom(ax):
-    image = plots.heatmap(ax, np.array([[1.0, 2.0], [3.0, 4.0]]), xlabel="x", ylabel="y", label="v")
-    assert image.get_array().tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert ax.get_ylim()[0] < ax.get_ylim()[1]

@@ -11,7 +11,6 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.container import BarContainer
-from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 COLORS: list[str] = sns.color_palette("colorblind", 8).as_hex()
@@ -133,11 +132,3 @@ def bars(
     if chance is not None:
         ax.axhline(chance, **_CHANCE_STYLE)
     return drawn
-
-
-def heatmap(ax: Axes, matrix: np.ndarray, *, xlabel: str, ylabel: str, label: str) -> AxesImage:
-    """Draw a [rows, columns] matrix with a colour bar named `label`."""
-    image = ax.imshow(np.asarray(matrix, dtype=float), aspect="auto", origin="lower", interpolation="nearest")
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.figure.colorbar(image, ax=ax, label=label)
-    return image
