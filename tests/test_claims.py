@@ -12,7 +12,7 @@ import pytest
 from depthlab import claims
 from depthlab.claims import LedgerError, judge
 from depthlab.ledger import Row, Rule, read_ledger
-from depthlab.runs import Cell, Experiment, Result, grid, make
+from depthlab.runs import Cell, Experiment, Result, grid, load, make
 from depthlab.runs.record import Record, config_hash
 
 ROOT = Path(__file__).parents[1]
@@ -309,6 +309,17 @@ def test_the_papers_figures_are_verbatim() -> None:
     assert claims.row("FLT-11").paper_value == "Base, 9 loops: average 41.72"
     with pytest.raises(LedgerError, match="no claim 'GC-15'; ids run GC-1 to FLT-14"):
         claims.row("GC-15")
+
+
+def test_the_rate_that_gc4_calls_the_one_of_least_loss_is_that_in_its_record() -> None:
+    rates = load("continuity-rates")
+    judged = [r.metric.removesuffix(".weight_v1") for r in claims.row("GC-4").rules if "least training loss" in r.says]
+    assert len(judged) == 3
+    for variant in judged:
+        same = [v for v in rates.metrics if v.startswith(variant.split("rate=")[0])]
+        loss = {v: sum(rates.values(f"{v}.train_loss")) for v in same}
+        assert len(same) == 5
+        assert min(loss, key=loss.get) == variant
 
 
 def test_every_claim_has_a_verdict_and_they_agree_one_by_one() -> None:
