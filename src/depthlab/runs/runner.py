@@ -51,7 +51,7 @@ def make(
     folder = home / config_hash(experiment.config)[:16]
     for place in (folder, out.parent):
         _need_writable(place)
-    with _only_runner(home / "lock"), worker.one_thread():
+    with only_runner(home / "lock"), worker.one_thread():
         origin = provenance()
         _mention_other_configs(home, folder)
         finished = _finished(experiment, folder, origin)
@@ -187,7 +187,7 @@ def _need_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _only_runner(path: Path) -> Iterator[None]:
+def only_runner(path: Path) -> Iterator[None]:
     """Hold `path` as a lock that the system frees when this process ends, however it ends."""
     try:
         import fcntl
