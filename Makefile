@@ -2,6 +2,7 @@
 #   make run     install, execute every notebook, print the claims so far
 #   make test    lint, policy, unit tests, notebooks against their committed outputs
 #   make lab     open the notebooks in Jupyter
+#   make bench   measure the kernels (needs an NVIDIA GPU); replaces their records in data/results
 #   make clean   remove .venv and build/
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ WITHIN := $(BIN)/python .ci/within.py
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 POLICY := tests/test_notebook_policy.py tests/test_repository_policy.py
 
-.PHONY: run test lint policy unit notebooks notebooks-elsewhere lab clean install
+.PHONY: run test lint policy unit notebooks notebooks-elsewhere lab bench clean install
 
 run: install
 	@$(ONE_THREAD) $(BIN)/python -m depthlab notebooks run; code=$$?; \
@@ -43,6 +44,9 @@ notebooks-elsewhere: install
 
 lab: install
 	$(ONE_THREAD) $(BIN)/jupyter lab notebooks
+
+bench: install
+	$(BIN)/python -m depthlab bench mgr
 
 install: $(INSTALLED)
 

@@ -97,6 +97,21 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--full", action="store_true", help="also download the complete MNIST into the cache")
     prepare.set_defaults(run=_prepare_data)
 
+    bench = commands.add_parser("bench", help="measure the kernels on a GPU").add_subparsers(
+        metavar="mgr", required=True
+    )
+    bench_mgr = bench.add_parser("mgr", help="mixing and pooling: correctness first, then time, memory and bytes")
+    bench_mgr.add_argument("--parts", help="which records (default all: tests,bench,profile; bench in a trial)")
+    bench_mgr.add_argument(
+        "--quick", action="store_true", help="three shapes once, for tuning: no record of the ledger"
+    )
+    bench_mgr.add_argument(
+        "--only", default="", metavar="TEXT", help="rows whose name holds this; as --quick otherwise"
+    )
+    bench_mgr.add_argument("--work-dir", help="where finished cells are kept (default build/runs)")
+    bench_mgr.add_argument("--out", help="where the records go (default data/results)")
+    bench_mgr.set_defaults(run=_bench_mgr)
+
     doctor = commands.add_parser("doctor", help="what is installed, what works, what is missing and how to get it")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -197,6 +212,16 @@ def _prepare_data(chosen: argparse.Namespace) -> int:
 
     print("\n".join(data.prepare(full=chosen.full)))
     return 0
+
+
+def _bench_mgr(chosen: argparse.Namespace) -> int:
+    from depthlab.kernels.bench import command
+
+    work = Path(chosen.work_dir) if chosen.work_dir else _root() / "build" / "runs"
+    out = Path(chosen.out) if chosen.out else _root() / "data" / "results"
+    trial = chosen.quick or chosen.only
+    parts = chosen.parts or ("bench" if trial else ",".join(command.PARTS))
+    return command.run(parts, chosen.quick, chosen.only, work, out)
 
 
 def _doctor(chosen: argparse.Namespace) -> int:

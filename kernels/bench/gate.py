@@ -1,0 +1,95 @@
+"""The gate before any timing: the fused kernels against the float64 reference, on this machine, in this run.
+
+Compact on purpose: the kernels' own tests are tests/kernels/mgr. Here each operation, gate, dtype, n and C about
+to be timed must give the right outputs and the right gradient of every input and weight, bit-equal in a second run.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthlab.kernels.bench import cases
+from depthlab.kernels.bench.cases import Case, Step
+from depthlab.kernels.bench.subjects import subject
+
+TOKENS = 1031  # prime, and more than there are programs at once, so that every program loops
+_OUTPUTS = {"mix": ["streams", "pooled", "beta"], "append": ["streams", "pooled"], "pool": ["pooled"]}
+_INPUTS = {
+    "mix": ["streams", "update", "w_gate", "bias", "w_pool"],
+    "append": ["streams", "update", "w_pool"],
+    "pool": ["streams", "w_pool"],
+}
+# Of the largest value, in units of float32's roundoff: the sums over C and over tokens are float32, in any order.
+# torch's own float32 arithmetic stays below 64; uniform gates, a dropped stream or gradient path are above 1e5.
+_SUM_ROUNDOFFS = 256
+
+
+class GateFailed(RuntimeError):
+    """The kernels are wrong on this machine, so nothing is timed."""
+
+
+def faults(step: Step, case: Case, device: torch.device, tokens: int = TOKENS, seed: int = 0) -> list[str]:
+    """What is wrong with `step` at `case` (with this many tokens): a sentence each, none when all is right.
+
+    Every output and gradient must be within one rounding to its dtype, plus 256 float32 roundoffs of the largest value,
+    of the float64 reference; inputs must be left alone; a second run must be bit-equal.
+    """
+    small = case.with_tokens(tokens)
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = cases.inputs(small, generator)
+    kept = [x.detach().clone() for x in drawn]
+    outputs = step(*drawn)
+    upstream = [torch.randn(y.shape, generator=generator, dtype=y.dtype, device=device) for y in outputs]
+    got = (*outputs, *torch.autograd.grad(outputs, drawn, upstream))
+    again = step(*drawn)
+    again = (*again, *torch.autograd.grad(again, drawn, upstream))
+    wide = [x.detach().double().requires_grad_() for x in drawn]
+    true = cases.reference_step(small)(*wide)
+    true = (*true, *torch.autograd.grad(true, wide, [g.double() for g in upstream]))
+    names = _OUTPUTS[case.op] + [f"the gradient of {name}" for name in _INPUTS[case.op]]
+    found = [_difference(name, g, t) for name, g, t in zip(names, got, true, strict=True)]
+    found += [
+        f"{name} differs from run to run" for name, a, b in zip(names, got, again, strict=True) if not torch.equal(a, b)
+    ]
+    found += [
+        f"{name} was overwritten"
+        for name, x, k in zip(_INPUTS[case.op], drawn, kept, strict=True)
+        if not torch.equal(x, k)
+    ]
+    where = case.name.replace(f"T={case.tokens}", f"T={tokens}")
+    return [f"{where}: {fault}." for fault in found if fault]
+
+
+def check(all_cases: Sequence[Case], device: torch.device) -> list[str]:
+    """Faults of the fused kernels over the distinct (op, gate, dtype, n, C) of the cases."""
+    distinct = {case.with_tokens(TOKENS): None for case in all_cases}
+    return [fault for case in distinct for fault in _fused_faults(case, device)]
+
+
+def require(case: Case, device: torch.device) -> None:
+    """Raise GateFailed, naming the first fault, unless the fused kernels are right at `case`; looked at once a run."""
+    found = _fused_faults(case.with_tokens(TOKENS), device)
+    if found:
+        raise GateFailed(f"The kernels are wrong here, so nothing is timed: {found[0]}")
+
+
+@functools.cache
+def _fused_faults(case: Case, device: torch.device) -> tuple[str, ...]:
+    return tuple(faults(subject(case, "triton").step, case, device))
+
+
+def _difference(name: str, got: Tensor, true: Tensor) -> str | None:
+    if got.shape != true.shape:
+        return f"{name} has the shape {list(got.shape)} where {list(true.shape)} is right"
+    error = (got.double() - true).abs()
+    unit = torch.finfo(got.dtype).eps / 2
+    allowed = unit * true.abs() + _SUM_ROUNDOFFS * torch.finfo(torch.float32).eps / 2 * true.abs().max()
+    excess = error - allowed
+    if not torch.isfinite(excess).all():
+        return f"{name} is not finite"
+    worst = int(excess.argmax())
+    if excess.flatten()[worst] <= 0:
+        return None
+    return f"{name} is off by {error.flatten()[worst]:.1e} where {allowed.flatten()[worst]:.1e} is allowed"
