@@ -1,0 +1,178 @@
+"""The fused layer as torch operators: launches, shapes for tracing, gradients. `function.py` checks what comes in.
+
+``depthlab::mgr_layer`` and ``depthlab::mgr_layer_backward`` are opaque to `torch.compile`, which neither breaks the graph
+at them nor looks inside. Both are deterministic: a program sums its own tokens' weight gradients in order, and one
+`sum` adds up the programs. A kind ("independent", "competitive", "append", "read") is what `kernels.py` calls so.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+INTERPRETED_PROGRAMS = 4  # in Triton's interpreter: few, so that each walks over several tokens as on a GPU
+
+
+@lru_cache
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, on tensors of the CPU: fixed when they are first imported."""
+    import triton
+
+    from depthlab.kernels.mgr import kernels
+
+    return not isinstance(kernels.layer_fwd_kernel, triton.JITFunction)
+
+
+@torch.library.custom_op("depthlab::mgr_layer", mutates_args=())
+def layer(
+    streams: Tensor,
+    update: Tensor | None,
+    w_gate: Tensor | None,
+    bias: Tensor | None,
+    w_pool: Tensor,
+    kind: str,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Equations (1) to (8): (streams [.., n, C], pooled [.., C], beta [.., n]); what a kind does not make is empty."""
+    from depthlab.kernels.mgr import kernels
+
+    mixed, pooled, beta = outputs = _outputs(streams, update, kind)
+    n = streams.shape[-2] + (kind == "append")
+    arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool)]
+    how = kernels.launch_choice(n, streams.shape[-1], backward=False)
+    _launch(kernels.layer_fwd_kernel, how, pooled, n, kind, normalize, eps, [*arguments, mixed, pooled, beta], {})
+    return outputs
+
+
+@torch.library.custom_op("depthlab::mgr_layer_backward", mutates_args=())
+def layer_backward(
+    streams: Tensor,
+    update: Tensor | None,
+    w_gate: Tensor | None,
+    bias: Tensor | None,
+    w_pool: Tensor,
+    d_mixed: Tensor | None,
+    d_pooled: Tensor | None,
+    d_beta: Tensor | None,
+    kind: str,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Equations (9) to (17): gradients of streams, update, w_gate, bias and w_pool; of an absent one it is empty."""
+    from depthlab.kernels.mgr import kernels
+
+    d_streams, d_update, *_ = _gradients(streams, update, w_gate, bias, w_pool)
+    n, width = streams.shape[-2] + (kind == "append"), streams.shape[-1]
+    if d_pooled is None:
+        d_pooled = streams.new_zeros([*streams.shape[:-2], width])
+    arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool, d_mixed, d_pooled, d_beta)]
+    how = kernels.launch_choice(n, width, backward=True)
+    rows = _programs(how, d_pooled)
+    new = torch.empty if how.block_c >= width else torch.zeros  # the kernel adds to what it cannot hold
+    d_weights = new(rows, 2 * width + n, dtype=torch.float32, device=streams.device)
+    flags = {"HAS_D_MIXED": d_mixed is not None, "HAS_D_BETA": d_beta is not None}
+    arguments += [d_streams, d_update, d_weights]
+    _launch(kernels.layer_bwd_kernel, how, d_pooled, n, kind, normalize, eps, arguments, flags)
+    total = d_weights.sum(0)
+    d_w_gate, d_w_pool, d_bias = total[:width], total[width : 2 * width], total[2 * width :]
+    absent = streams.new_empty(0)
+    return (
+        d_streams,
+        d_update,
+        absent if w_gate is None else d_w_gate.to(w_gate.dtype, copy=True),
+        absent.clone() if bias is None else d_bias[: bias.numel()].to(bias.dtype, copy=True),
+        d_w_pool.to(w_pool.dtype, copy=True),
+    )
+
+
+def _outputs(streams: Tensor, update: Tensor | None, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    stored = streams if update is None else update
+    *lead, n, width = streams.shape
+    mixed = stored.new_empty([0] if kind == "read" else [*lead, n + (kind == "append"), width])
+    beta = streams.new_empty([0] if kind in ("read", "append") else [*lead, n], dtype=torch.float32)
+    return mixed, stored.new_empty([*lead, width]), beta
+
+
+def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+@layer.register_fake
+def _(streams, update, w_gate, bias, w_pool, kind, normalize, eps):
+    return _outputs(streams, update, kind)
+
+
+@layer_backward.register_fake
+def _(streams, update, w_gate, bias, w_pool, d_mixed, d_pooled, d_beta, kind, normalize, eps):
+    return _gradients(streams, update, w_gate, bias, w_pool)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.kind, ctx.normalize, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)  # zeros for an output that nobody used would be read like any gradient
+
+
+def _backward(ctx, d_mixed, d_pooled, d_beta):
+    tensors = ctx.saved_tensors
+    upstream = (d_mixed if ctx.kind != "read" else None, d_pooled, d_beta if tensors[2] is not None else None)
+    found = layer_backward(*tensors, *upstream, ctx.kind, ctx.normalize, ctx.eps)
+    needed = ctx.needs_input_grad
+    return (*(d if x is not None and need else None for d, x, need in zip(found, tensors, needed)), *[None] * 3)
+
+
+def _twice(ctx, *grads):
+    raise RuntimeError("The fused kernels can be differentiated once, not twice; use backend='torch' for that.")
+
+
+layer.register_autograd(_backward, setup_context=_save)
+layer_backward.register_autograd(_twice)
+
+
+def _one_by_one(op):
+    """The rule of `vmap`: one launch for each element of the batch."""
+
+    def rule(info, in_dims, *args):
+        picked = [
+            [x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)]
+            for i in range(info.batch_size)
+        ]
+        found = tuple(torch.stack(xs) for xs in zip(*(op(*each) for each in picked), strict=True))
+        return found, (0,) * len(found)
+
+    return rule
+
+
+layer.register_vmap(_one_by_one(layer))
+layer_backward.register_vmap(_one_by_one(layer_backward))
+
+
+def _dense(x: Tensor | None, instead: Tensor) -> Tensor:
+    """What a kernel gets for an argument: contiguous, and for an absent one a tensor that it will not touch."""
+    return (instead if x is None else x).contiguous()
+
+
+def _programs(how, pooled: Tensor) -> int:
+    tokens = pooled.numel() // pooled.shape[-1]
+    at_once = how.programs * _multiprocessors(pooled.device) if pooled.is_cuda else INTERPRETED_PROGRAMS
+    return min(tokens, at_once)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _launch(kernel, how, pooled: Tensor, n: int, kind: str, normalize: bool, eps: float, tensors, flags) -> None:
+    import triton
+
+    width = pooled.shape[-1]
+    tokens = pooled.numel() // width
+    if tokens == 0:
+        return
+    shape = {"KIND": kind, "NORMALIZE": normalize, "N": n, "N_PAD": triton.next_power_of_2(n), "C": width}
+    with torch.cuda.device_of(pooled):  # Triton launches on the current device, whatever the tensors' is
+        kernel[(_programs(how, pooled),)](
+            *tensors, tokens, eps, **flags, **shape, BLOCK_C=how.block_c, STAGES=how.stages, num_warps=how.warps
+        )
