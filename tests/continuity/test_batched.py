@@ -7,6 +7,7 @@ import torch
 
 from depthlab.continuity import measuring, metrics, optimizers, toy, training
 from depthlab.continuity.batched import Net, Stack
+from depthlab.lm import optimizers as muon
 
 UNLIKE = ("res-relu", "no-res-tanh", "res-none-rms", "res-radial-unit", "res-none-clip", "res-relu-ln")
 # Low enough that a perturbation of the last digit does not grow: at higher rates two right answers differ in 50 steps.
@@ -151,8 +152,8 @@ def test_wrong_requests_are_named(digits):
 @pytest.mark.parametrize("optimizer", optimizers.NAMES)
 @pytest.mark.parametrize("name", ["res-relu", "res-none-rms"])
 def test_the_captured_step_on_cuda_computes_what_the_cpu_does(digits, name, optimizer, monkeypatch):
-    exact = optimizers.orthogonalize  # its default on CUDA is bfloat16
-    monkeypatch.setattr(optimizers, "orthogonalize", lambda m: exact(m, dtype=m.dtype))
+    exact = muon.orthogonalize  # its default on CUDA is bfloat16
+    monkeypatch.setattr(muon, "orthogonalize", lambda m: exact(m, dtype=m.dtype))
     config, several = small(name), nets(RATES[optimizer])
     here, there = (Stack(config, several, digits, steps=50, optimizer=optimizer, device=d) for d in ("cpu", "cuda"))
     here.advance(50), there.advance(50)

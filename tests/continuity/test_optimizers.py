@@ -1,60 +1,9 @@
-"""The optimizers: Muon against torch's own, orthogonalisation, and the settings that are stated."""
+"""The optimizers: every tensor at its rate, and the settings that are stated."""
 
 import pytest
 import torch
 
 from depthlab.continuity import optimizers, toy
-from depthlab.continuity.optimizers import Muon, orthogonalize
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("shape", [(12, 12), (8, 20), (20, 8)])
-def test_orthogonalize_keeps_the_directions_and_brings_the_values_near_one(shape):
-    matrix = normal(*shape)
-    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-    inner = u.T @ orthogonalize(matrix) @ vh.T
-    off = inner - torch.diag(inner.diagonal())
-    assert off.abs().max() < 1e-10
-    assert inner.diagonal().min() > 0.5 and inner.diagonal().max() < 1.25
-
-
-def test_orthogonalize_treats_a_stack_as_many_matrices_and_does_not_see_their_scale():
-    stack = normal(2, 3, 10, 10)
-    each = torch.stack([orthogonalize(m) for m in stack.flatten(0, 1)]).view(2, 3, 10, 10)
-    torch.testing.assert_close(orthogonalize(stack), each)
-    torch.testing.assert_close(orthogonalize(1e-4 * stack), each)
-    assert not orthogonalize(torch.zeros(2, 4, 4)).any()
-
-
-def test_orthogonalize_computes_in_the_given_dtype_and_returns_its_own():
-    matrix = normal(16, 16)
-    coarse = orthogonalize(matrix, dtype=torch.bfloat16)
-    assert coarse.dtype == torch.float64
-    assert 1e-4 < (coarse - orthogonalize(matrix)).abs().max() < 0.05
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon of its own")
-@pytest.mark.parametrize("shape", [(12, 12), (20, 8)])
-def test_muon_is_torchs(shape, monkeypatch):
-    in_half = orthogonalize  # torch's computes in bfloat16 everywhere
-    monkeypatch.setattr(optimizers, "orthogonalize", lambda m: in_half(m, dtype=torch.bfloat16))
-
-    def moved(kind, **settings) -> torch.Tensor:
-        start = normal(*shape, seed=5).float()
-        p = torch.nn.Parameter(start.clone())
-        optimizer = kind([p], lr=0.02, **settings)
-        for step in range(6):
-            p.grad = normal(*shape, seed=step).float()
-            optimizer.step()
-        return (p - start).detach()
-
-    theirs = moved(torch.optim.Muon, weight_decay=0.0)
-    assert (moved(Muon) - theirs).norm() < 0.03 * theirs.norm()  # what bfloat16 leaves
-    for wrong in ({"nesterov": False}, {"momentum": 0.8}):
-        assert (moved(Muon) - moved(torch.optim.Muon, weight_decay=0.0, **wrong)).norm() > 0.1 * theirs.norm()
 
 
 @pytest.mark.parametrize("name", optimizers.NAMES)
