@@ -56,6 +56,16 @@ class GPTConfig:
         check_heads(self.d_model, self.n_heads, self.n_heads)
         check_residual(self.residual, self.n_streams, self.n_layers, self.backend)
 
+    @property
+    def matmul_parameters(self) -> int:
+        """Entries of the weight matrices that a token is multiplied with: 12 C^2 a block, and the head."""
+        return 12 * self.n_layers * self.d_model**2 + self.vocab_size * self.d_model
+
+    @property
+    def n_attentions(self) -> int:
+        """Attentions that a token passes."""
+        return self.n_layers
+
     @classmethod
     def preset(cls, name: str, *, residual: str = "mgr-competitive", n_streams: int = 4, **changes: Any) -> "GPTConfig":
         """A named shape: "toy" (bytes, trains on a CPU), or the MGR paper's "S", "M" and "L" (GPT-2 small to large).

@@ -9,14 +9,18 @@ from depthlab import residuals
 from depthlab.kernels.mgr import BACKENDS
 
 
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """`value` is an integer of at least `least`: TypeError or ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; use an integer of at least {least}.")
+    if value < least:
+        raise ValueError(f"{name}={value} is not allowed; use at least {least}.")
+
+
 def check_counts(config: Any, *names: str) -> None:
     """Every named field of `config` is an integer of at least 1: TypeError or ValueError otherwise."""
     for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name}={value!r} is {type(value).__name__}; use an integer of at least 1.")
-        if value < 1:
-            raise ValueError(f"{name}={value} is not allowed; use at least 1.")
+        check_count(name, getattr(config, name))
 
 
 def check_share(name: str, value: float) -> None:
