@@ -1,5 +1,6 @@
 """Checks of model configs: each error names the field, its value and what is allowed."""
 
+import math
 from numbers import Integral, Real
 from typing import Any
 
@@ -29,6 +30,14 @@ def check_share(name: str, value: float) -> None:
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; use a number from 0 to below 1.")
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value} is not allowed; use a number from 0 to below 1.")
+
+
+def check_positive(name: str, value: float) -> None:
+    """`value` is a finite number above 0: TypeError or ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; use a positive number.")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value} is not allowed; use a positive number.")
 
 
 def check_choice(name: str, value: str, known: Any) -> None:
