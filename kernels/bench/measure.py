@@ -63,7 +63,7 @@ def _times(
 ) -> dict[str, float]:
     launched = timing.launched(calls, samples, device)
     _free(device)
-    best = timing.replayed(calls, samples, device, launched.median_ms) or launched
+    best = timing.replayed(calls, samples, device) or launched
     gbps = case.bytes(which) / best.median_ms / 1e6
     return {
         f"{which}_ms": best.median_ms,

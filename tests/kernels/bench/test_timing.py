@@ -63,7 +63,7 @@ def test_input_sets_are_added_until_a_round_outgrows_the_cache(
 
 
 def test_a_cpu_has_no_graphs_to_replay_and_no_memory_to_read(cpu: torch.device) -> None:
-    assert timing.replayed([lambda: None], 3, cpu, 1.0) is None
+    assert timing.replayed([lambda: None], 3, cpu) is None
     assert timing.peak_mib(lambda: None, cpu) is None
 
 
