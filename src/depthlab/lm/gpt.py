@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from depthlab import residuals
 from depthlab.lm.head import check_tokens, head_logits, next_token_loss
-from depthlab.lm.layers import CausalSelfAttention, Mlp, check_heads, draw_normal
+from depthlab.lm.layers import CausalSelfAttention, Embedding, Mlp, check_heads, draw_normal
 from depthlab.lm.settings import check_counts, check_residual, check_share
 
 INIT_STD = 0.02
@@ -94,9 +94,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         n, width, dropout = config.n_layers, config.d_model, config.dropout
-        # zeros at first: nn.Embedding would draw its weights once more
-        self.embed_tokens = nn.Embedding(config.vocab_size, width, _weight=torch.zeros(config.vocab_size, width))
-        self.embed_positions = nn.Embedding(config.seq_len, width, _weight=torch.zeros(config.seq_len, width))
+        self.embed_tokens = Embedding(config.vocab_size, width)
+        self.embed_positions = Embedding(config.seq_len, width)
         self.sublayers = nn.ModuleList()  # attention and MLP in turn
         for _ in range(n):
             self.sublayers.append(CausalSelfAttention(width, config.n_heads, dropout=dropout))

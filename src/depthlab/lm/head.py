@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from depthlab.kernels.mgr.reference import wide
+
 # Eager cross-entropy keeps about three float32 copies of the logits. Beyond this many logits (1 GiB a copy) it goes
 # piece by piece, and computes each piece again in backward.
 MAX_EAGER_LOGITS = 2**28
@@ -41,9 +43,12 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int, seq_len: int | None
 
 
 def head_logits(h: Tensor, weight: Tensor, soft_cap: float | None = None) -> Tensor:
-    """h [.., C] and weight [V, C] -> logits [.., V]; with `soft_cap` c they are c tanh(logits / c), in float32."""
+    """h [.., C] and weight [V, C] -> logits [.., V]; with `soft_cap` c they are c tanh(logits / c), float32 or wider.
+
+    Source of the cap: Gemma Team, arXiv 2408.00118, section 2.
+    """
     logits = F.linear(h, weight)
-    return logits if soft_cap is None else soft_cap * torch.tanh(logits.float() / soft_cap)
+    return logits if soft_cap is None else soft_cap * torch.tanh(wide(logits)[0] / soft_cap)
 
 
 def next_token_loss(h: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None = None) -> Tensor:
@@ -63,12 +68,12 @@ def next_token_loss(h: Tensor, weight: Tensor, targets: Tensor, soft_cap: float 
     if torch.compiler.is_compiling() or len(h) <= rows:
         return _summed_loss(h, weight, targets, soft_cap) / len(h)
     total = sum(
-        checkpoint(_summed_loss, piece, weight, labels, soft_cap, use_reentrant=False)
+        checkpoint(_summed_loss, piece, weight, labels, soft_cap, use_reentrant=False, preserve_rng_state=False)
         for piece, labels in zip(h.split(rows), targets.split(rows), strict=True)
     )
     return total / len(h)
 
 
 def _summed_loss(h: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None) -> Tensor:
-    logits = head_logits(h, weight, soft_cap)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")
+    (logits,) = wide(head_logits(h, weight, soft_cap))
+    return F.cross_entropy(logits, targets, reduction="sum")

@@ -34,6 +34,13 @@ class Linear(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
+class Embedding(nn.Embedding):
+    """Rows [size, C] to look up; they start at zero, as `Linear`'s weight does and for the same reason."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
 def rotary_tables(
     head_dim: int, length: int, *, start: int = 0, base: float = 10_000.0, device: torch.device | str | None = None
 ) -> Rotary:

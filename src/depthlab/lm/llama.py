@@ -14,6 +14,7 @@ from depthlab.lm.head import check_tokens, head_logits, next_token_loss
 from depthlab.lm.layers import (
     ACTIVATIONS,
     CausalSelfAttention,
+    Embedding,
     GatedMlp,
     Linear,
     Rotary,
@@ -149,8 +150,7 @@ class Llama(nn.Module):
         vocabulary, width = config.vocab_size, config.d_model
         self.model = nn.ModuleDict(
             {
-                # zeros at first: nn.Embedding would draw its weights once more
-                "embed_tokens": nn.Embedding(vocabulary, width, _weight=torch.zeros(vocabulary, width)),
+                "embed_tokens": Embedding(vocabulary, width),
                 "layers": nn.ModuleList(LlamaBlock(config) for _ in range(config.n_layers)),
                 "norm": NormWeight(width),
             }
