@@ -13,7 +13,7 @@ import torch
 from depthlab.kernels.bench import gate, needs, timing
 from depthlab.kernels.bench.cases import Case, quick_table, table
 from depthlab.kernels.bench.measure import measure, metric_names
-from depthlab.kernels.bench.peers import PeerMissing
+from depthlab.kernels.bench.peers import PEERS, PeerMissing
 from depthlab.kernels.bench.subjects import subject
 from depthlab.kernels.bench.traffic import PASSES
 from depthlab.runs import Cell, Experiment, Result, in_ci
@@ -89,6 +89,11 @@ def _row(case: Case, name: str, copy_gbps: float, device: torch.device, samples:
         why = f"{error}"
     except torch.OutOfMemoryError:
         why = f"{name} ran out of the GPU's memory"
+    except Exception as error:  # others' code may fail as it likes; ours may not
+        if name not in PEERS:
+            raise
+        why = f"{name} failed here ({type(error).__name__})"
+        print(f"{_name(case, [name])}: {error}", flush=True)
     return Result(_name(case, [name]), seed, dict.fromkeys(metric_names(device), float("nan")), diverged=why)
 
 

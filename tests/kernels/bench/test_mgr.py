@@ -97,6 +97,21 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_so(
     assert reading.rows(record).why.iloc[0].endswith("is not installed")
 
 
+def test_a_peer_that_fails_is_a_row_and_our_failure_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend
+) -> None:
+    def broken(case: Case) -> None:
+        raise AttributeError("no such kernel")
+
+    monkeypatch.setitem(peers.PEERS, "liger-mhc", broken)
+    record = runs.make(small(["eager", "liger-mhc"]), tmp_path / "w", tmp_path)
+    variant = "mix/competitive/bf16/T=16,n=3,C=20/liger-mhc"
+    assert record.diverged == {variant: dict.fromkeys("01", "liger-mhc failed here (AttributeError)")}
+    monkeypatch.setattr(mgr, "subject", lambda case, name: broken(case))
+    with pytest.raises(RunError, match="AttributeError: no such kernel"):
+        runs.make(small(["eager"]), tmp_path / "w", tmp_path)
+
+
 def test_the_compiled_reference_gives_the_references_results(monkeypatch: pytest.MonkeyPatch, cpu) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **k: real(f, backend="aot_eager", **k))
