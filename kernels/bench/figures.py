@@ -27,7 +27,7 @@ def roofline(ax: Axes, record: Record, which: str = "forward") -> dict[str, Path
     peak = float(np.median(record.values("machine.float32_tflops"))) * 1e12
     x = np.geomspace(0.5, 64, 50)
     ax.plot(x, np.minimum(copy * x, peak) / 1e12, color="0.4", linewidth=1.2)
-    ax.annotate("copy bandwidth", (0.6, copy * 0.6 / 1e12), fontsize=8, color="0.4", va="bottom", rotation=32)
+    ax.annotate("slope: copy bandwidth", (0.5, copy * 1.6 / 1e12), fontsize=8, color="0.4", va="bottom")
     ax.annotate("float32 arithmetic", (64, peak / 1e12), fontsize=8, color="0.4", va="bottom", ha="right")
     measured = _mixing(rows(record))
     drawn = {}
@@ -76,7 +76,7 @@ def speedups(ax: Axes, record: Record, which: str = "forward") -> dict[str, BarC
     ax.invert_yaxis()
     ax.axvline(1, color="0.55", linestyle=":", linewidth=1.0)
     ax.set_xlabel("times faster")
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(others) or 1)
     return drawn
 
 
@@ -92,7 +92,8 @@ def timeline(ax: Axes, record: Record, variants: dict[str, str]) -> dict[str, ob
         shades = [plots.COLORS[place], "0.75"]
         colors = [shades[i % 2] for i in range(len(spans))]
         drawn[label] = ax.broken_barh(spans, (place - 0.35, 0.7), facecolors=colors)
-    ax.set_yticks(range(len(variants)), [f"{k}: {len(kernels(record, v))} launches" for k, v in variants.items()])
+    counted = {label: len(kernels(record, variant)) for label, variant in variants.items()}
+    ax.set_yticks(range(len(counted)), [f"{k}: {n} kernel{'s' * (n > 1)}" for k, n in counted.items()])
     ax.invert_yaxis()
     ax.set_xlabel("microseconds")
     return drawn
@@ -109,7 +110,10 @@ def moved(ax: Axes, record: Record, shape: str = "mix/competitive/bf16/T=131072,
     ):
         for kind in ("reads", "writes"):
             values[f"{label} {kind}"] = record.values(f"{variant}.{prefix}_{kind}_nC")[0]
-    return plots.bars(ax, list(values), list(values.values()), ylabel="elements a token, in n C")
+    drawn = plots.bars(ax, list(values), list(values.values()), ylabel="elements a token, in n C")
+    for i, bar in enumerate(drawn):
+        bar.set_facecolor(plots.COLORS[i % 2])  # reads in one colour, writes in the other
+    return drawn
 
 
 def _mixing(measured):

@@ -115,7 +115,7 @@ def test_the_timeline_has_a_block_a_kernel(profile: Record, ax: Axes) -> None:
     drawn = figures.timeline(ax, profile, {"eager": "trace/eager", "fused": "trace/triton"})
     spans = {k: [(p.get_extents().x0, p.get_extents().width) for p in v.get_paths()] for k, v in drawn.items()}
     assert spans == {"eager": [(0, 2), (3, 1), (4, 5)], "fused": [(0, 1.5)]}
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["eager: 3 launches", "fused: 1 launches"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["eager: 3 kernels", "fused: 1 kernel"]
     found = reading.kernels(profile, "trace/eager")
     assert list(found.name) == ["a", "b", "c"] and list(found.start_us) == [0, 3, 4]
 

@@ -1,6 +1,7 @@
 """The table that is measured, a run of a small part of it on a CPU, and the command around it."""
 
 import math
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -187,6 +188,12 @@ def test_without_triton_that_is_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     assert needs.missing().startswith("The benchmark needs triton; run it on a machine")
     with pytest.raises(needs.BenchUnavailable):
         live.measure_here()
+
+
+def test_make_bench_runs_the_command() -> None:
+    root = Path(__file__).parents[3]
+    done = subprocess.run(["make", "-n", "bench"], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ".venv/bin/python -m depthlab bench mgr"
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
