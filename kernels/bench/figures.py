@@ -27,7 +27,7 @@ def roofline(ax: Axes, record: Record, which: str = "forward") -> dict[str, Path
     peak = float(np.median(record.values("machine.float32_tflops"))) * 1e12
     x = np.geomspace(0.5, 64, 50)
     ax.plot(x, np.minimum(copy * x, peak) / 1e12, color="0.4", linewidth=1.2)
-    ax.annotate("slope: copy bandwidth", (0.5, copy * 1.6 / 1e12), fontsize=8, color="0.4", va="bottom")
+    ax.annotate("slope: copy bandwidth", (0.5, copy * 4 / 1e12), fontsize=8, color="0.4", va="bottom")
     ax.annotate("float32 arithmetic", (64, peak / 1e12), fontsize=8, color="0.4", va="bottom", ha="right")
     measured = _mixing(rows(record))
     drawn = {}
