@@ -121,8 +121,10 @@ def table() -> list[tuple[Case, list[str]]]:
 
 
 def quick_table() -> list[tuple[Case, list[str]]]:
-    """Three shapes, the fused kernels and eager: half a minute, for tuning."""
-    return [(Case("mix", "bf16", *shape, "competitive"), ["eager", "triton"]) for shape in QUICK]
+    """Three shapes, torch.compile at one of them: half a minute, for tuning."""
+    compiled = {QUICK[1]: ["compile"]}
+    names = [["eager", *compiled.get(shape, []), "triton"] for shape in QUICK]
+    return [(Case("mix", "bf16", *shape, "competitive"), n) for shape, n in zip(QUICK, names, strict=True)]
 
 
 def _implementations(shape: tuple[int, int, int]) -> list[str]:
