@@ -15,6 +15,9 @@ from pathlib import Path
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (sys.argv unless given) and return its exit code."""
     parser = _parser()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if len(arguments) > 1 and arguments[0] == "runs" and Path(arguments[1]).is_dir():
+        arguments.insert(1, "show")
     chosen = parser.parse_args(arguments)
     if "run" not in chosen:
         parser.print_help()
@@ -61,9 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     claims.add_argument("ids", nargs="*", metavar="ID", help="show these, with what each rule saw (GC-1 MGR-3 ...)")
     claims.set_defaults(run=_claims)
 
-    runs = commands.add_parser("runs", help="list the records, or make one again")
+    _add_language_models(commands)
+
+    runs = commands.add_parser("runs", help="list the records, make one again, or compare training runs (runs DIR...)")
     runs.set_defaults(run=_list_runs)
-    make = runs.add_subparsers(metavar="make").add_parser("make", help="run an experiment and write its record")
+    runs_of = runs.add_subparsers(metavar="make|show")
+    show = runs_of.add_parser("show", help="one table of the training runs in these folders; `runs DIR...` for short")
+    show.add_argument("folders", nargs="+", metavar="DIR", help="folders that `depthlab train --out` made")
+    show.set_defaults(run=_show_runs)
+    make = runs_of.add_parser("make", help="run an experiment and write its record")
     make.add_argument("id", help="a record that `depthlab runs` lists")
     make.add_argument("--processes", type=int, default=1, help="worker processes, one thread each (default 1)")
     make.add_argument("--work-dir", help="where finished cells are kept (default build/runs)")
@@ -115,6 +124,118 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, what works, what is missing and how to get it")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_language_models(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser(
+        "train", help="train a language model over any residual scheme", argument_default=argparse.SUPPRESS
+    )
+    train.add_argument("--out", required=True, metavar="DIR", help="where log and checkpoints go")
+    train.add_argument("--resume", action="store_true", help="go on with the run in DIR, with its own settings")
+    train.add_argument("--device", help="auto (default), cpu, cuda")
+    for title, options in _TRAIN_OPTIONS.items():
+        group = train.add_argument_group(title)
+        for flag, (name, kind, text) in options.items():
+            how = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": kind.__name__.upper()}
+            group.add_argument(flag, dest=name, help=text, **how)
+    train.set_defaults(run=_train)
+
+    generate = commands.add_parser("generate", help="let a trained model continue a prompt")
+    generate.add_argument("folder", metavar="DIR", help="a run, or one of its checkpoints")
+    generate.add_argument("--prompt", default="\n", help="text to go on from (default: a new line)")
+    generate.add_argument("--tokens", type=int, default=200, help="how many (default 200)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    generate.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1)")
+    generate.add_argument("--top-k", type=int, help="draw among the k likeliest only")
+    generate.add_argument("--device", default="auto", help="auto (default), cpu, cuda")
+    generate.set_defaults(run=_generate)
+
+    evaluate = commands.add_parser("eval", help="loss, perplexity and bits per byte of a trained model")
+    evaluate.add_argument("folder", metavar="DIR", help="a run, or one of its checkpoints")
+    evaluate.add_argument("--data", help="as for train (default: what the run was trained on)")
+    evaluate.add_argument("--split", default="validation", help="train, validation (default) or test")
+    evaluate.add_argument("--tokens", type=int, help="only the first so many (default all)")
+    evaluate.add_argument("--device", default="auto", help="auto (default), cpu, cuda")
+    evaluate.set_defaults(run=_evaluate)
+
+
+# flag -> (option of depthlab.lm.commands, type, help); what is not given is the preset's, or a resumed run's own
+_TRAIN_OPTIONS: dict[str, dict[str, tuple[str, type, str]]] = {
+    "model": {
+        "--model": ("model", str, "gpt (default) or llama"),
+        "--preset": ("preset", str, "a named shape: toy (default), S, M, L of gpt; toy, 34M of llama"),
+        "--residual": ("residual", str, "prenorm, hc, mhc-lite, attnres, attnres-block, mgr-independent, .."),
+        "--streams": ("n_streams", int, "n of hc, mhc-lite and mgr"),
+        "--layers": ("n_layers", int, "blocks of one attention and one MLP"),
+        "--heads": ("n_heads", int, "attention heads"),
+        "--width": ("d_model", int, "C"),
+        "--seq-len": ("seq_len", int, "tokens that the model reads"),
+        "--vocab-size": ("vocab_size", int, "default: the tokenizer's"),
+        "--dropout": ("dropout", float, "of embedding, attention weights and sublayer outputs"),
+        "--backend": ("backend", str, "of the residual's kernels: auto (default), torch or triton"),
+    },
+    "data": {
+        "--data": ("data", str, "sotu (default), a .txt or .tokens file, or owner/name@commit on the hub"),
+        "--tokenizer": ("tokenizer", str, "bytes (default), or bpe-SIZE, trained on the training text"),
+        "--batch-size": ("batch_size", int, "sequences a batch"),
+        "--seed": ("seed", int, "of start values, data order and dropout (default 0)"),
+    },
+    "training": {
+        "--steps": ("steps", int, "updates in all (default 200)"),
+        "--optimizer": ("optimizer", str, "adamw (default), muon, or flt (the published loop setting)"),
+        "--lr": ("lr", float, "peak learning rate"),
+        "--schedule": ("schedule", str, "cosine (default), trapezoid or constant"),
+        "--warmup": ("warmup_steps", int, "steps of linear warm-up (default 10)"),
+        "--weight-decay": ("weight_decay", float, "of weight matrices"),
+        "--clip": ("clip", float, "largest gradient norm (default 1)"),
+        "--accumulate": ("accumulate", int, "batches a step (default 1)"),
+        "--precision": ("precision", str, "float32 (default) or bfloat16 by autocast"),
+        "--compile": ("compile", bool, "use torch.compile"),
+        "--log-every": ("log_every", int, "steps between lines of the log (default 10)"),
+        "--evaluate-every": ("evaluate_every", int, "steps between validations; 0: only at the end"),
+        "--evaluate-tokens": ("evaluate_tokens", int, "validate on the first so many; 0: all"),
+        "--checkpoint-every": ("checkpoint_every", int, "steps between checkpoints; 0 (default): only at the end"),
+        "--keep": ("keep", int, "newest checkpoints to keep; 0 (default): all"),
+    },
+}
+
+
+def _train(chosen: argparse.Namespace) -> int:
+    from depthlab.lm import commands
+
+    given = {name: value for name, value in vars(chosen).items() if name not in ("run", "out", "resume", "device")}
+    options = vars(chosen)
+    result = commands.train_run(chosen.out, given, "resume" in options, options.get("device", "auto"))
+    validated = f", validation loss {result.val_loss:.4f}" if result.val_loss == result.val_loss else ""
+    print(f"{chosen.out}: step {result.step}, loss {result.loss:.4f}{validated}; {result.checkpoint}")
+    return 0
+
+
+def _generate(chosen: argparse.Namespace) -> int:
+    from depthlab.lm import commands
+
+    how = (chosen.tokens, chosen.seed, chosen.temperature, chosen.top_k, chosen.device)
+    print(commands.generate_text(chosen.folder, chosen.prompt, *how))
+    return 0
+
+
+def _evaluate(chosen: argparse.Namespace) -> int:
+    from depthlab.lm import commands
+
+    found = commands.evaluate_run(chosen.folder, chosen.data, chosen.split, chosen.tokens, chosen.device)
+    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte"
+    print(
+        f"{chosen.folder}: loss {found.loss_nats:.4f} nats a token, perplexity {found.perplexity:.3f}{bits} "
+        f"({chosen.split}, {found.n_tokens:,} tokens)"
+    )
+    return 0
+
+
+def _show_runs(chosen: argparse.Namespace) -> int:
+    from depthlab.lm import commands
+
+    print(commands.runs_table(chosen.folders))
+    return 0
 
 
 def _claims(chosen: argparse.Namespace) -> int:

@@ -1,0 +1,191 @@
+"""What `depthlab train`, `generate`, `eval` and `runs` do; the command line only parses and prints."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from depthlab.lm import checkpoint, runlog
+from depthlab.lm.corpus import Corpus, Tokenizer, corpus, load_tokenizer, save_tokenizer
+from depthlab.lm.evaluation import Evaluation, evaluate
+from depthlab.lm.generation import generate as continue_tokens
+from depthlab.lm.gpt import GPT, GPTConfig
+from depthlab.lm.llama import Llama, LlamaConfig
+from depthlab.lm.settings import check_choice
+from depthlab.lm.tokens import TokenStream
+from depthlab.lm.training import TrainConfig, TrainResult, holds_run, need_new, train
+
+# kind -> (config, model): config.preset(name, **changes) and model(config, generator). Callers may add kinds of theirs.
+Models = dict[str, tuple[Any, Any]]
+MODELS: Models = {"gpt": (GPTConfig, GPT), "llama": (LlamaConfig, Llama)}
+
+# What is not given on the command line; a preset's own come on top, and the model's fields are the preset's.
+OPTIONS: dict[str, Any] = {
+    "model": "gpt",
+    "preset": "toy",
+    "data": "sotu",
+    "tokenizer": "bytes",
+    "batch_size": 8,
+}
+PRESET_OPTIONS: dict[str, dict[str, Any]] = {
+    "toy": {"lr": 3e-3, "batch_size": 16, "evaluate_every": 50, "evaluate_tokens": 16_384},
+}
+_TRAINING = [field.name for field in dataclasses.fields(TrainConfig)]
+TOKENIZER = "tokenizer.json"
+
+
+def train_run(
+    out: str | Path, given: dict[str, Any], resume: bool = False, device: str = "auto", models: Models = MODELS
+) -> TrainResult:
+    """Train in folder `out`. `given`: options by name; the others are the run's own (`resume`), or defaults.
+
+    Options are `OPTIONS`, the fields of `TrainConfig` and those of the model's config.
+
+    Raises:
+        ValueError: an option out of range, by its name. TrainingError, CheckpointError, DataError: as `train`.
+    """
+    out = Path(out)
+    if not resume:
+        need_new(out)
+    options = _options(out, given, resume)
+    check_choice("model", options["model"], models)
+    config_type, model_type = models[options["model"]]
+    training = TrainConfig(**{name: value for name, value in options.items() if name in _TRAINING})
+    source = corpus(options["data"], options["tokenizer"])
+    shape = {name: value for name, value in options.items() if name not in (*_TRAINING, *OPTIONS)}
+    for name in shape:
+        check_choice(f"option of {options['model']}", name, [field.name for field in dataclasses.fields(config_type)])
+    config = config_type.preset(options["preset"], **{"vocab_size": source.split("train").vocab_size, **shape})
+    model = model_type(config, torch.Generator().manual_seed(training.seed)).to(pick_device(device))
+    stream = TokenStream(source.split("train"), options["batch_size"], config.seq_len, training.seed)
+    if source.tokenizer is not None and not holds_run(out):
+        save_tokenizer(source.tokenizer, out / TOKENIZER)
+    validation = source.validation if source.validation is not None and len(source.validation) > 1 else None
+    about = {"options": {name: options[name] for name in OPTIONS}}
+    return train(model, stream, training, out, validation, resume, about=about)
+
+
+def _options(out: Path, given: dict[str, Any], resume: bool) -> dict[str, Any]:
+    """All options of a run. A resumed run's own come before the defaults, so that they need not be given again."""
+    if resume and (out / runlog.RUN).exists():
+        own = runlog.read_run(out)["settings"]
+        if "options" in own["about"]:
+            return {**own["model"]["config"], **own["training"], **own["about"]["options"], **given}
+    preset = given.get("preset", OPTIONS["preset"])
+    return {**OPTIONS, **PRESET_OPTIONS.get(preset, {}), **given}
+
+
+def pick_device(device: str) -> torch.device:
+    """ "auto" is CUDA where there is one, else the CPU. ValueError for a device that is not here."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"device={device!r} is not here; use auto, cpu, or cuda where there is one.") from None
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained model in eval mode, the checkpoint it is from, its tokenizer (None where unknown) and its data."""
+
+    model: nn.Module
+    path: Path
+    tokenizer: Tokenizer | None
+    data: str | None
+    notes: list[str]
+
+
+def load_run(place: str | Path, device: str = "auto", models: Models = MODELS) -> Trained:
+    """The model of a checkpoint, or of the newest good one of a run.
+
+    Raises:
+        CheckpointError: torn, missing, or of a kind or config this version does not know. DataError: its tokenizer is
+            damaged.
+    """
+    path, state, notes = checkpoint.find(place)
+    saved = state["model"]
+    if saved["kind"] not in models:
+        raise checkpoint.CheckpointError(f"{path} holds a model of kind {saved['kind']!r}; known: {', '.join(models)}.")
+    config_type, model_type = models[saved["kind"]]
+    known = {field.name for field in dataclasses.fields(config_type)}
+    if strange := sorted(set(saved["config"]) - known):
+        raise checkpoint.CheckpointError(f"{path} has the setting {strange[0]!r}, which this version does not know.")
+    model = model_type(config_type(**saved["config"] | {"backend": "auto"})).to(pick_device(device))
+    checkpoint.load(path, model, state=state)
+    kept = path.parent / TOKENIZER
+    options = state["settings"]["about"].get("options", {})
+    return Trained(model.eval(), path, load_tokenizer(kept) if kept.exists() else None, options.get("data"), notes)
+
+
+def generate_text(
+    place: str | Path,
+    prompt: str,
+    n_tokens: int = 200,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    device: str = "auto",
+    models: Models = MODELS,
+) -> str:
+    """`prompt` and what the model of `place` writes after it; equal arguments give an equal text on a CPU.
+
+    Raises:
+        ValueError: an empty prompt, or a run whose tokenizer is not known; and as `load_run` and `generate`.
+    """
+    trained = load_run(place, device, models)
+    if trained.tokenizer is None:
+        raise ValueError(f"{trained.path} was trained on ids of an unknown tokenizer; there is no way to write text.")
+    if not prompt:
+        raise ValueError("prompt='' has no token to go on from; give at least one character.")
+    on = next(trained.model.parameters()).device
+    start = torch.from_numpy(trained.tokenizer.encode(prompt).astype("int64")).unsqueeze(0).to(on)  # [1, T]
+    generator = torch.Generator().manual_seed(seed)
+    ids = continue_tokens(trained.model, start, n_tokens, temperature, top_k, generator)
+    return trained.tokenizer.decode(ids[0].tolist())
+
+
+def evaluate_run(
+    place: str | Path,
+    data: str | None = None,
+    split: str = "validation",
+    max_tokens: int | None = None,
+    device: str = "auto",
+    models: Models = MODELS,
+) -> Evaluation:
+    """How well the model of `place` predicts a split of `data`, by default of what it was trained on.
+
+    Raises:
+        ValueError: tokens outside the model's vocabulary, by another tokenizer, or none; and as `load_run`.
+    """
+    trained = load_run(place, device, models)
+    source = data or trained.data
+    if source is None:
+        raise ValueError(f"{trained.path} does not say what it was trained on; give data.")
+    tokens = _same_tokens(source, trained).split(split)
+    if tokens.vocab_size > trained.model.config.vocab_size:
+        raise ValueError(
+            f"{tokens.source} has a vocabulary of {tokens.vocab_size}, and the model in {trained.path} has "
+            f"vocab_size={trained.model.config.vocab_size}; use the tokenizer that it was trained with."
+        )
+    return evaluate(trained.model, tokens.ids, bytes_per_token=tokens.bytes_per_token, max_tokens=max_tokens)
+
+
+def _same_tokens(source: str, trained: Trained) -> Corpus:
+    found = corpus(source, trained.tokenizer or "bytes")
+    own = trained.tokenizer.name if trained.tokenizer else ""
+    for tokens in filter(None, (found.train, found.validation, found.test)):
+        if own and tokens.tokenizer and tokens.tokenizer != own:
+            raise ValueError(f"{tokens.source} is from {tokens.tokenizer!r}, and the model was trained with {own!r}.")
+    return found
+
+
+def runs_table(folders: list[str]) -> str:
+    """The training runs in `folders` as one aligned table."""
+    rows = runlog.table(folders)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
