@@ -71,3 +71,10 @@ def test_the_soft_cap_bounds_logits_and_is_nearly_the_identity_below_it():
 def test_wrong_targets_are_named(targets, message):
     with pytest.raises(ValueError, match=message):
         head.next_token_loss(H, WEIGHT, targets)
+
+
+def test_a_compiled_loss_leaves_no_target_out_in_silence():
+    compiled = torch.compile(head.next_token_loss, backend="aot_eager")
+    assert float(compiled(H, WEIGHT, TARGETS)) == pytest.approx(float(head.next_token_loss(H, WEIGHT, TARGETS)))
+    with pytest.raises(IndexError, match="-100 is out of bounds"):
+        compiled(H, WEIGHT, torch.full((2, 7), -100))

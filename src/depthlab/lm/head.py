@@ -10,6 +10,7 @@ from depthlab.kernels.mgr.reference import wide
 # Eager cross-entropy keeps about three float32 copies of the logits. Beyond this many logits (1 GiB a copy) it goes
 # piece by piece, and computes each piece again in backward.
 MAX_EAGER_LOGITS = 2**28
+_NONE = torch.iinfo(torch.int64).min  # torch would leave out targets of -100 in silence; here no target is left out
 
 
 def check_tokens(name: str, tokens: Tensor, vocab_size: int, seq_len: int | None = None) -> None:
@@ -76,4 +77,4 @@ def next_token_loss(h: Tensor, weight: Tensor, targets: Tensor, soft_cap: float 
 
 def _summed_loss(h: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None) -> Tensor:
     (logits,) = wide(head_logits(h, weight, soft_cap))
-    return F.cross_entropy(logits, targets, reduction="sum")
+    return F.cross_entropy(logits, targets, ignore_index=_NONE, reduction="sum")

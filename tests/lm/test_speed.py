@@ -1,0 +1,47 @@
+"""The speed of training: counted tokens, a plausible time, every setting once."""
+
+import time
+
+import pytest
+import torch
+
+from depthlab.lm import GPT, GPTConfig, mfu, speed
+from depthlab.runs import Cell
+
+CONFIG = GPTConfig.preset("toy", residual="prenorm", n_layers=1, d_model=32, seq_len=32)
+
+
+def test_the_speed_is_tokens_over_the_median_time_of_whole_steps():
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    before = [p.detach().clone() for p in model.parameters()]
+    began = time.perf_counter()
+    found = speed.training_speed(model, batch_size=3, steps=8, warm_up=1, precision="float32")
+    wall = 1000 * (time.perf_counter() - began)
+    assert found.p20_ms <= found.ms_per_step <= found.p80_ms
+    assert 0 < found.ms_per_step * 4 < wall
+    assert found.tokens_per_s == pytest.approx(3 * 32 / found.ms_per_step * 1000)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_no_speed_is_reported_of_a_broken_model():
+    model = GPT(CONFIG)
+    with torch.no_grad():
+        model.embed_tokens.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="The loss after 3 steps is nan"):
+        speed.training_speed(model, batch_size=1, steps=2, warm_up=1, precision="float32")
+
+
+def test_the_record_holds_each_preset_and_scheme_eager_and_compiled():
+    experiment = speed.lm_speed()
+    names = {cell.name for cell in experiment.cells}
+    assert {"S/prenorm/compiled", "toy/mgr-independent-torch/eager", "S/mgr-competitive-triton/compiled"} <= names
+    assert len(experiment.cells) == len(names) == 2 * 5 * 2
+
+
+def test_a_cell_gives_the_share_of_the_stated_peak():
+    small = {"device": "cpu", "precision": "bfloat16", "batch_size": {"toy": 1}, "warm_up": 1, "steps": 2}
+    chosen = {"preset": "toy", "residual": "mgr-competitive", "backend": "torch", "compiled": False}
+    (result,) = speed.run_cell(Cell("c", chosen), small | {"peak_tflops": 0.5})
+    assert result.variant == "toy/mgr-competitive-torch/eager"
+    shape = GPTConfig.preset("toy", residual="mgr-competitive")
+    assert result.metrics["mfu"] == pytest.approx(mfu(result.metrics["tokens_per_s"], shape, 0.5))
