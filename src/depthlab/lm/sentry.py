@@ -51,6 +51,14 @@ class Sentry:
         return {"step": self.alarm(), "loss": float(self._loss), "gradient_norms": norms}
 
 
+def non_finite_weight(model: nn.Module) -> str | None:
+    """The name of the first parameter that is not finite; an update can overflow although its gradient did not."""
+    named = list(model.named_parameters())
+    sound = torch.stack([p.detach().sum().isfinite() for _, p in named]).tolist()  # one wait for the device
+    suspects = [(name, p) for (name, p), good in zip(named, sound, strict=True) if not good]
+    return next((name for name, p in suspects if not p.isfinite().all()), None)
+
+
 @torch.no_grad()
 def signal_norms(model: nn.Module, batch: Tensor) -> list[dict[str, Any]]:
     """What each sublayer reads and puts out on `batch` [B, T + 1], mean and largest norm over tokens.

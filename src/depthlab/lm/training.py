@@ -287,13 +287,17 @@ def _step(run: _Run, step: int) -> Moved:
     batches = [run.stream.next_batch() for _ in range(config.accumulate)]
     moved = run.compute(batches)
     run.watch.watch(step, moved.loss, moved.norms)
-    if run.device.type == "cpu":
+    if _checks_every_step(run.device):
         _need_finite(run, batches)
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     run.timed += 1
     return moved
+
+
+def _checks_every_step(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _need_finite(run: _Run, batches: Sequence[Tensor] = ()) -> None:
@@ -350,6 +354,10 @@ def _save(run: _Run, step: int) -> Path:
     """A checkpoint, unless a step since the last one was not finite; then there must be none."""
     began = time.perf_counter()
     _need_finite(run)
+    if name := sentry.non_finite_weight(run.model):
+        raise sentry.NonFiniteError(
+            f"The weights of {name} are not finite after step {step}; lower the learning rate. {offer(run.out)}"
+        )
     run.log.sync()
     state = {"settings": run.settings, "stream": run.stream.state_dict()}
     path = checkpoint.save(run.out, step, run.model, run.optimizers, state)
