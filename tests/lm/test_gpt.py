@@ -176,6 +176,29 @@ def test_under_autocast_state_and_logits_are_bfloat16_and_loss_and_gradients_flo
     )
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_cast_to_bfloat16_runs_and_keeps_the_residuals_parameters_in_float32(scheme):
+    model = gpt(scheme)
+    exact = float(model.loss(INPUTS, TARGETS).detach())
+    model.to(torch.bfloat16)
+    for name, p in model.named_parameters():
+        assert p.dtype == (torch.float32 if "residual" in name else torch.bfloat16), name
+    loss = model.loss(INPUTS, TARGETS)
+    loss.backward()
+    assert loss.dtype == torch.float32 and abs(float(loss.detach()) - exact) < 0.02
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_parameter_is_left_uninitialised(scheme):
+    torch.use_deterministic_algorithms(True)  # torch then fills fresh memory with NaN
+    try:
+        model = gpt(scheme)
+        assert torch.empty(3).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(p.isfinite().all() for p in model.state_dict().values())
+
+
 def test_dropout_acts_in_training_only():
     model = gpt(dropout=0.2)
     torch.manual_seed(0)
