@@ -1,6 +1,7 @@
 """What `depthlab train`, `generate`, `eval` and `runs` do; the command line only parses and prints."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.llama import Llama, LlamaConfig
 from depthlab.lm.settings import check_choice
 from depthlab.lm.tokens import TokenStream
-from depthlab.lm.training import TrainConfig, TrainResult, holds_run, need_new, train
+from depthlab.lm.training import FREE, TrainConfig, TrainResult, changed, holds_run, need_new, train
 
 # kind -> (config, model): config.preset(name, **changes) and model(config, generator). Callers may add kinds of theirs.
 Models = dict[str, tuple[Any, Any]]
@@ -70,9 +71,12 @@ def train_run(
 def _options(out: Path, given: dict[str, Any], resume: bool) -> dict[str, Any]:
     """All options of a run. A resumed run's own come before the defaults, so that they need not be given again."""
     if resume and (out / runlog.RUN).exists():
-        own = runlog.read_run(out)["settings"]
-        if "options" in own["about"]:
-            return {**own["model"]["config"], **own["training"], **own["about"]["options"], **given}
+        settings = runlog.read_run(out)["settings"]
+        own = {**settings["model"]["config"], **settings["training"], **settings["about"].get("options", {})}
+        for name, value in given.items():
+            if name not in FREE and own.get(name, value) != value:
+                raise changed(out, name, own[name], value)
+        return {**OPTIONS, **own, **given}
     preset = given.get("preset", OPTIONS["preset"])
     return {**OPTIONS, **PRESET_OPTIONS.get(preset, {}), **given}
 
@@ -91,17 +95,16 @@ def pick_device(device: str) -> torch.device:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A trained model in eval mode, the checkpoint it is from, its tokenizer (None where unknown) and its data."""
+    """A trained model in eval mode, the checkpoint it is from, its tokenizer and its data (None where unknown)."""
 
     model: nn.Module
     path: Path
     tokenizer: Tokenizer | None
     data: str | None
-    notes: list[str]
 
 
 def load_run(place: str | Path, device: str = "auto", models: Models = MODELS) -> Trained:
-    """The model of a checkpoint, or of the newest good one of a run.
+    """The model of a checkpoint, or of the newest good one of a run; damaged ones passed over are named on stderr.
 
     Raises:
         CheckpointError: torn, missing, or of a kind or config this version does not know. DataError: its tokenizer is
@@ -117,9 +120,11 @@ def load_run(place: str | Path, device: str = "auto", models: Models = MODELS) -
         raise checkpoint.CheckpointError(f"{path} has the setting {strange[0]!r}, which this version does not know.")
     model = model_type(config_type(**saved["config"] | {"backend": "auto"})).to(pick_device(device))
     checkpoint.load(path, model, state=state)
+    if notes:
+        print(*notes, f"Using {path}.", file=sys.stderr)
     kept = path.parent / TOKENIZER
     options = state["settings"]["about"].get("options", {})
-    return Trained(model.eval(), path, load_tokenizer(kept) if kept.exists() else None, options.get("data"), notes)
+    return Trained(model.eval(), path, load_tokenizer(kept) if kept.exists() else None, options.get("data"))
 
 
 def generate_text(

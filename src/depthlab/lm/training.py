@@ -33,7 +33,7 @@ from depthlab.runs.runner import only_runner
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a run goes. Every field but `_FREE` decides its numbers, so a resumed run must have the same.
+    """How a run goes. Every field outside `FREE` decides its numbers, so a resumed run must have the same.
 
     Attributes:
         steps: updates in all. accumulate: batches a step.
@@ -85,7 +85,7 @@ class TrainConfig:
             raise ValueError(f"warmup_steps={self.warmup_steps} is not allowed; use 0 to steps={self.steps}.")
 
 
-_FREE = ("log_every", "checkpoint_every", "keep")
+FREE = ("log_every", "checkpoint_every", "keep")
 
 
 class TrainResult(NamedTuple):
@@ -234,16 +234,21 @@ def _enter(
 
 def _need_same_settings(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     def relevant(settings: dict[str, Any]) -> dict[str, Any]:
-        training = {name: value for name, value in settings["training"].items() if name not in _FREE}
+        training = {name: value for name, value in settings["training"].items() if name not in FREE}
         return {**settings, "training": training}
 
     if found := runlog.first_difference(relevant(before), relevant(now)):
         name, old, new = found
         label = {"data.sha256": "SHA-256 of the tokens", "validation": "SHA-256 of the validation tokens"}.get(name)
-        raise TrainingError(
-            f"The run in {out} has {label or name.split('.')[-1]}={old!r}, and now it is {new!r}; go on with the same "
-            "settings, or begin in another folder."
-        )
+        raise changed(out, label or name.split(".")[-1], old, new)
+
+
+def changed(out_dir: str | Path, name: str, before: Any, now: Any) -> TrainingError:
+    """What to raise where a run is resumed with another setting."""
+    return TrainingError(
+        f"The run in {out_dir} has {name}={before!r}, and now it is {now!r}; go on with the same settings, or begin in "
+        "another folder."
+    )
 
 
 def _go(run: _Run, done: int) -> TrainResult:
@@ -265,7 +270,7 @@ def _go(run: _Run, done: int) -> TrainResult:
                 if interrupted():
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
-            run.say(f"Interrupted at step {step} of {config.steps}; {offer(run.out)} Go on with --resume.")
+            run.say(f"Interrupted at step {step} of {config.steps}. {offer(run.out)} Go on with --resume.")
             raise
     log = runlog.read_log(run.out)
     values = [line["val_loss"] for line in log if "val_loss" in line]
