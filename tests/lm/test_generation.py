@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from depthlab.lm import GPT, GPTConfig, generate
+from depthlab.lm.layers import draw_normal
 from depthlab.lm.llama import Llama, LlamaConfig
 
 CONFIG = GPTConfig.preset("toy", n_layers=2, d_model=16, seq_len=6, dropout=0.3)
@@ -16,8 +17,11 @@ PROMPT = torch.tensor([[1, 2, 3], [7, 8, 9]])
 def model(request):
     g = torch.Generator().manual_seed(0)
     if request.param == "gpt":
-        return GPT(CONFIG, g)
-    return Llama(LlamaConfig.preset("toy", n_layers=2, d_model=16, d_hidden=32, seq_len=6), g)
+        model = GPT(CONFIG)
+    else:
+        model = Llama(LlamaConfig.preset("toy", n_layers=2, d_model=16, d_hidden=32, seq_len=6))
+    draw_normal(model, 1, 1.0, g)  # large weights: a fresh model with a tied head only repeats its last token
+    return model
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -11,7 +11,15 @@ from depthlab.lm.llama_hf import load_hf, to_hf
 from depthlab.residuals import SCHEMES
 
 SMALL = LlamaConfig(
-    vocab_size=37, seq_len=12, n_layers=3, n_heads=6, n_kv_heads=2, d_model=24, d_hidden=40, norm_eps=1e-5
+    vocab_size=37,
+    seq_len=12,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    d_model=24,
+    d_hidden=40,
+    norm_eps=1e-5,
+    rope_base=500.0,
 )
 
 
@@ -78,7 +86,7 @@ def test_logits_are_those_of_a_llama_written_out_by_hand(tied):
 @pytest.mark.parametrize("activation", ["silu", "none", "relu2"])
 def test_logits_and_gradients_are_hugging_faces(tied, activation):
     transformers = pytest.importorskip("transformers", reason="the 'hub' extra is not installed")
-    ours = shaken(replace(SMALL, tied=tied, activation=activation, rope_base=500.0)).float()
+    ours = shaken(replace(SMALL, tied=tied, activation=activation)).float()
     config, weights = to_hf(ours)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
     theirs.load_state_dict(weights, strict=True)
