@@ -16,7 +16,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (sys.argv unless given) and return its exit code."""
     parser = _parser()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if len(arguments) > 1 and arguments[0] == "runs" and Path(arguments[1]).is_dir():
+    if (
+        len(arguments) > 1
+        and arguments[0] == "runs"
+        and arguments[1] not in ("make", "show")
+        and Path(arguments[1]).is_dir()
+    ):
         arguments.insert(1, "show")
     chosen = parser.parse_args(arguments)
     if "run" not in chosen:

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 import torch._dynamo  # optimizers import it at their first step: here once, and not in every fork
 
-from depthlab.lm import checkpoint, training
+from depthlab.lm import training
 from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.tokens import TokenStream, as_tokens
 from depthlab.lm.training import TrainConfig, train
 
-STEPS, EVERY = 24, 3
-PLANTED = [("before fsync", 2), ("after fsync", 4), ("before rename", 1), ("after rename", 1), ("after rename", 2)]
+STEPS, EVERY = 36, 2
+# fsync: run.json 2 calls, the log 2, then each checkpoint 8. rename: one a checkpoint, one a deletion.
+PLANTED = [("before fsync", 2), ("after fsync", 6), ("before fsync", 8), ("after fsync", 10), ("before rename", 1)]
+PLANTED += [("after rename", 1), ("after rename", 4), ("after unlink", 2)]
 
 
 def run(out: Path, optimizer: str = "muon", pause: float = 0.0) -> None:
@@ -46,24 +48,27 @@ def run(out: Path, optimizer: str = "muon", pause: float = 0.0) -> None:
 
 
 def die_at(step: str, count: int) -> None:
-    """SIGKILL this process at the count-th call of os.fsync or os.rename in a checkpoint, before or after it."""
+    """SIGKILL this process at the count-th call of os.fsync, os.rename or os.unlink, before or after it."""
     when, name = step.split()
     real, calls = getattr(os, name), 0
 
-    def bomb(*arguments: object) -> None:
+    def bomb(*arguments: object, **how: object) -> None:
         nonlocal calls
         calls += 1
         if calls == count and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        real(*arguments)
+        real(*arguments, **how)
         if calls == count and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(checkpoint.os, name, bomb)
+    setattr(os, name, bomb)
 
 
-def attempt(out: Path, bomb: tuple[str, int] | None = None, kill_after: float | None = None) -> bool:
-    """Fork one run in `out`; True when it was killed, False when it finished."""
+def attempt(out: Path, bomb: tuple[str, int] | None = None, kill_at: tuple[int, float] | None = None) -> bool:
+    """Fork one run in `out`; True when it was killed, False when it finished.
+
+    kill_at: kill it (lines of the log, seconds) after the log has grown by so many lines, on any machine.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -74,28 +79,36 @@ def attempt(out: Path, bomb: tuple[str, int] | None = None, kill_after: float | 
             code = 0
         finally:
             os._exit(code)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
+    ended, status = 0, 0
+    if kill_at is not None:
+        goal = lines(out) + kill_at[0]
+        while lines(out) < goal and not ended:
+            time.sleep(0.002)
+            ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        if kill_at is not None:
+            time.sleep(kill_at[1])
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
     if os.WIFEXITED(status) and os.WEXITSTATUS(status):
         sys.exit("a run failed by itself")
     return os.WIFSIGNALED(status)
 
 
+def lines(out: Path) -> int:
+    log = out / "log.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
 def storm(folder: Path, seed: int) -> None:
-    start = time.monotonic()
     attempt(folder / "calm")
-    whole = time.monotonic() - start
     draw = random.Random(seed)
-    kills = {"planted": 0, "random": 0}
-    for bomb in draw.sample(PLANTED, len(PLANTED)):
-        kills["planted"] += attempt(folder / "stormy", bomb=bomb)
-        kills["random"] += attempt(folder / "stormy", kill_after=draw.uniform(0, 0.3 * whole))
-    for _ in range(4):
-        kills["random"] += attempt(folder / "stormy", kill_after=draw.uniform(0.2, 0.8) * whole)
-    attempt(folder / "stormy")
-    print(kills["planted"], kills["random"])
+    planted = sum(attempt(folder / "planted", bomb=bomb) for bomb in draw.sample(PLANTED, len(PLANTED)))
+    moments = [(draw.randint(0, 3), draw.uniform(0, 0.1)) for _ in range(8)]
+    at_random = sum(attempt(folder / "random", kill_at=moment) for moment in moments)
+    attempt(folder / "planted")
+    attempt(folder / "random")
+    print(planted, at_random)
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ def test_a_full_disk_ends_the_run_in_one_sentence_that_names_the_last_good_check
     with pytest.raises(TrainingError) as caught:
         train(tiny(), stream(), QUICK, tmp_path, quiet=True)
     assert str(caught.value) == (
-        f"{tmp_path} cannot be written (No space left on device); make room there. "
+        f"{tmp_path} cannot be written (No space left on device); make room there, or give another folder. "
         f"The last good checkpoint is {tmp_path / 'step-000002'}."
     )
     monkeypatch.setattr(runlog.Log, "write", whole)

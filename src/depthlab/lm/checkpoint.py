@@ -140,22 +140,20 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"The checkpoint {path} is damaged ({what}).") from None
 
 
-def latest_good(out_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, or None, and a sentence about each newer one that does not."""
+def latest_good(out_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """(path, state, notes): the newest checkpoint that verifies, or None; a note on each newer one that does not."""
     damaged = []
     for path in reversed(checkpoints(out_dir)):
         try:
-            verify(path)
+            return path, verify(path), damaged
         except CheckpointError as error:
             damaged.append(str(error))
-        else:
-            return path, damaged
-    return None, damaged
+    return None, {}, damaged
 
 
 def offer(out_dir: Path) -> str:
     """A sentence that names the newest good checkpoint of a run, or says that there is none."""
-    good, _ = latest_good(out_dir)
+    good, _, _ = latest_good(out_dir)
     return f"The last good checkpoint is {good}." if good else f"There is no good checkpoint in {out_dir}."
 
 
@@ -175,10 +173,10 @@ def find(place: str | Path) -> tuple[Path, dict[str, Any], list[str]]:
             raise CheckpointError(f"{error} {offer(place.parent)}") from None
     if not place.is_dir():
         raise CheckpointError(f"{place} is no folder; give one that `depthlab train --out` made.")
-    good, notes = latest_good(place)
+    good, state, notes = latest_good(place)
     if good is None:
         raise CheckpointError(" ".join([*notes, f"There is no good checkpoint in {place}."]))
-    return good, verify(good), notes
+    return good, state, notes
 
 
 def need_same_model(path: Path, saved: dict[str, Any], model: nn.Module) -> None:
@@ -227,9 +225,12 @@ def prune(out_dir: Path, keep: int) -> None:
 
 
 def clean(out_dir: Path) -> None:
-    """Remove what interrupted writes and deletions left: hidden folders that never were, or no longer are, good."""
-    for folder in Path(out_dir).glob(".step-*.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove what interrupted writes and deletions left: all that is hidden and ends in .tmp."""
+    for left in Path(out_dir).glob(".*.tmp"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def random_states() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.llama import Llama, LlamaConfig
 from depthlab.lm.settings import check_choice
 from depthlab.lm.tokens import TokenStream
-from depthlab.lm.training import FREE, TrainConfig, TrainResult, changed, holds_run, need_new, train
+from depthlab.lm.training import FREE, TrainConfig, TrainResult, cannot_write, changed, holds_run, need_new, train
 
 # kind -> (config, model): config.preset(name, **changes) and model(config, generator). Callers may add kinds of theirs.
 Models = dict[str, tuple[Any, Any]]
@@ -62,7 +62,10 @@ def train_run(
     model = model_type(config, torch.Generator().manual_seed(training.seed)).to(pick_device(device))
     stream = TokenStream(source.split("train"), options["batch_size"], config.seq_len, training.seed)
     if source.tokenizer is not None and not holds_run(out):
-        save_tokenizer(source.tokenizer, out / TOKENIZER)
+        try:
+            save_tokenizer(source.tokenizer, out / TOKENIZER)
+        except OSError as error:
+            raise cannot_write(out, error) from None
     validation = source.validation if source.validation is not None and len(source.validation) > 1 else None
     about = {"options": {name: options[name] for name in OPTIONS}}
     return train(model, stream, training, out, validation, resume, about=about)

@@ -54,5 +54,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:
-    """`batch` on `device`, without waiting for it on a GPU."""
-    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
+    """`batch` on `device`; copied to a GPU without waiting for it."""
+    if device.type == "cuda" and batch.device.type == "cpu":
+        return batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device)

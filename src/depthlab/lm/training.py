@@ -3,13 +3,10 @@
 A model needs `loss(tokens, targets)`, a dataclass `config` with `kind`, `vocab_size` and `seq_len`, and parameters.
 """
 
-import contextlib
 import dataclasses
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +18,7 @@ from depthlab.data.files import gist
 from depthlab.lm import checkpoint, runlog, sentry
 from depthlab.lm.checkpoint import offer
 from depthlab.lm.evaluation import evaluate
+from depthlab.lm.interrupts import finish_step_on_ctrl_c
 from depthlab.lm.optimizers import OPTIMIZERS, build_optimizers
 from depthlab.lm.runlog import Log, TrainingError
 from depthlab.lm.schedules import SCHEDULES
@@ -175,7 +173,7 @@ def train(
                     run.say(note)
                 return _go(run, done)
     except OSError as error:
-        raise TrainingError(f"{out} cannot be written ({gist(error)}); make room there. {offer(out)}") from None
+        raise cannot_write(out, error) from None
 
 
 def need_fitting_tokens(model: nn.Module, stream: TokenStream, validation: Tokens | None) -> None:
@@ -220,14 +218,14 @@ def _enter(
     else:
         parameters = sum(p.numel() for p in model.parameters())
         runlog.write_run(out, {"settings": settings, "parameters": parameters, "made_by": provenance()})
-    good, damaged = checkpoint.latest_good(out)
+    good, state, damaged = checkpoint.latest_good(out)
     if good is None and damaged:
         raise checkpoint.CheckpointError(
             f"{' '.join(damaged)} No other is there; move {out} away to begin anew, or put a good copy back."
         )
     if good is None:
         return 0, [f"{out} has no checkpoint yet; beginning at step 0."] if resume else []
-    state = checkpoint.load(good, model, optimizers)
+    checkpoint.load(good, model, optimizers, state)
     stream.load_state_dict(state["stream"])
     return state["step"], [*damaged, f"Going on from {good}."]
 
@@ -243,6 +241,13 @@ def _need_same_settings(out: Path, before: dict[str, Any], now: dict[str, Any]) 
         raise changed(out, label or name.split(".")[-1], old, new)
 
 
+def cannot_write(out_dir: str | Path, error: OSError) -> TrainingError:
+    """What to raise where the folder of a run cannot be written."""
+    return TrainingError(
+        f"{out_dir} cannot be written ({gist(error)}); make room there, or give another folder. {offer(Path(out_dir))}"
+    )
+
+
 def changed(out_dir: str | Path, name: str, before: Any, now: Any) -> TrainingError:
     """What to raise where a run is resumed with another setting."""
     return TrainingError(
@@ -255,11 +260,12 @@ def _go(run: _Run, done: int) -> TrainResult:
     """Steps done + 1 .. steps, with all that is due after each."""
     config, saved = run.config, checkpoint.path_of(run.out, done) if done else None
     run.model.train()
-    if done == 0 and config.evaluate_every and run.validation:
-        run.log.write({"step": 0, "tokens": 0, "val_loss": _validate(run)})
-    run.since, step = time.perf_counter(), done
-    with _finish_step_on_ctrl_c() as interrupted:
+    step = done
+    with finish_step_on_ctrl_c() as interrupted:
         try:
+            if done == 0 and config.evaluate_every and run.validation:
+                run.log.write({"step": 0, "tokens": 0, "val_loss": _validate(run)})
+            run.since = time.perf_counter()
             for step in range(done + 1, config.steps + 1):
                 moved = _step(run, step)
                 last = step == config.steps
@@ -369,24 +375,3 @@ def _save(run: _Run, step: int) -> Path:
     checkpoint.prune(run.out, run.config.keep)
     run.since += time.perf_counter() - began  # the time of a save is no time of a step
     return path
-
-
-@contextlib.contextmanager
-def _finish_step_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C inside only makes the yielded function true; a second one raises KeyboardInterrupt at once."""
-    asked = False
-
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    if threading.current_thread() is not threading.main_thread():  # only there may signals be handled
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
