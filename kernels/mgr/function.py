@@ -1,22 +1,25 @@
 """Checks, dispatch and the public functions of Multi-Gate Residuals.
 
 Whatever can be wrong with a call is found before any arithmetic and named in one sentence: what was given, what is
-allowed, what to do.
+allowed, what to do. `reference.py` computes in plain torch, `ops.py` launches the kernels.
 """
 
 import math
+from importlib.util import find_spec
 from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from depthlab.kernels.mgr import reference
+from depthlab.kernels.mgr import ops, reference
 from depthlab.theory import GATES
 
 BACKENDS = ("auto", "torch", "triton")
 MAX_STREAMS = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_TRITON_WIDTH = 8192
+TRITON_CAPABILITY = (8, 0)  # the oldest GPUs with bfloat16
 
 Gate = Literal["independent", "competitive"]
 Backend = Literal["auto", "torch", "triton"]
@@ -26,20 +29,53 @@ class BackendUnavailable(ValueError):
     """The backend that was asked for cannot run here; the message says what is missing."""
 
 
-def resolve_backend(backend: Backend) -> Literal["torch"]:
-    """The backend that will run: so far "auto" is torch on every device, because no Triton kernel exists yet.
+def resolve_backend(backend: Backend, *tensors: Tensor) -> Literal["torch", "triton"]:
+    """The backend that will run on these tensors, the streams first.
+
+    "auto" is Triton for CUDA tensors of float16, bfloat16 and float32 up to C = 8192, where triton is installed and the
+    GPU has compute capability 8.0; torch for everything else. Without tensors: what could run here at all.
 
     Raises:
         BackendUnavailable: "triton", with what is missing.
         ValueError: an unknown name.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, BACKENDS))}.")
-    if backend == "triton":
-        raise BackendUnavailable(
-            "backend='triton' cannot run: depthlab has no Triton kernels for MGR yet; use 'auto' or 'torch'."
-        )
-    return "torch"
+    _check_backend(backend)
+    if backend == "torch" or (backend == "auto" and not (tensors and tensors[0].is_cuda)):
+        return "torch"
+    problem = _triton_problem(tensors)
+    if problem and backend == "triton":
+        raise BackendUnavailable(f"backend='triton' cannot run: {problem}; use 'auto' or 'torch'.")
+    return "torch" if problem else "triton"
+
+
+def _triton_problem(tensors: tuple[Tensor, ...]) -> str:
+    for x in tensors:
+        if x.dtype == torch.float64:
+            return "a float64 tensor was given and the kernels take float16, bfloat16 and float32"
+    if tensors and tensors[0].shape[-1] > MAX_TRITON_WIDTH:
+        return f"streams have C={tensors[0].shape[-1]} and the kernels take 1 to {MAX_TRITON_WIDTH}"
+    device = tensors[0].device if tensors else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _device_problem(device.type, device.index)
+
+
+@torch.compiler.assume_constant_result
+def _device_problem(kind: str, index: int | None) -> str:
+    if find_spec("triton") is None:
+        return "the triton package is not installed (Linux on x86-64: pip install triton)"
+    if kind == "cuda":
+        have = torch.cuda.get_device_capability(index)
+        needed = "this GPU has compute capability {}.{} and the kernels need {}.{}"
+        return needed.format(*have, *TRITON_CAPABILITY) if have < TRITON_CAPABILITY else ""
+    if kind == "cpu" and ops.interpreted():
+        return ""
+    where = "there is no CUDA GPU here" if not torch.cuda.is_available() else f"the streams are on {kind}"
+    return f"{where} (TRITON_INTERPRET=1, set before Python starts, interprets the kernels on the CPU, slowly)"
+
+
+def _fused(kind: str, streams: Tensor, update, w_gate, bias, w_pool: Tensor, normalize: bool, eps: float):
+    tensors = [x for x in (streams, update, w_gate, bias, w_pool) if x is not None]
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return ops.layer(streams, update, w_gate, bias, w_pool, kind, normalize, float(eps), keep)
 
 
 def mix_and_pool(
@@ -66,7 +102,8 @@ def mix_and_pool(
         gate: "independent" or "competitive".
         normalize: also RMS-normalise (without a weight) the pooled output.
         eps: added to the mean square inside every root; a finite number of at least 1.2e-38.
-        backend: "auto" or "torch": torch runs everywhere so far; "triton" raises until its kernels exist.
+        backend: "auto" (Triton on CUDA tensors that it takes, see `resolve_backend`; torch elsewhere), "torch", or
+            "triton", which raises where it cannot run. Triton's gradients can be taken once, not twice.
 
     Returns:
         ``(streams [.., n, C], pooled [.., C], beta [.., n])``. Streams and pooled are stored in the update's dtype,
@@ -79,7 +116,7 @@ def mix_and_pool(
 
     Source: arXiv 2605.23259; equations (1) to (8) of DERIVATION.md.
     """
-    resolve_backend(backend)
+    _check_backend(backend)
     _check_gate(gate)
     n, width = _check_streams(streams)
     _check_update(update, streams)
@@ -90,6 +127,8 @@ def mix_and_pool(
     else:
         _check_vector("bias", bias, 1, "the one forget logit of competitive gates", streams)
     _check_options(normalize, eps)
+    if resolve_backend(backend, streams, update, w_gate, bias, w_pool) == "triton":
+        return _fused(gate, streams, update, w_gate, bias, w_pool, normalize, eps)[:3]
     return reference.mix_and_pool(streams, update, w_gate, bias, w_pool, gate=gate, normalize=normalize, eps=eps)
 
 
@@ -115,13 +154,15 @@ def append_and_pool(
 
     Source: arXiv 2605.23259; equations (1) and (5) to (8) of DERIVATION.md.
     """
-    resolve_backend(backend)
+    _check_backend(backend)
     n, width = _check_streams(streams)
     if n == MAX_STREAMS:
         raise ValueError(f"append_and_pool got {n} streams, the most a token can have; mix instead.")
     _check_update(update, streams)
     _check_vector("w_pool", w_pool, width, "C", streams)
     _check_options(normalize, eps)
+    if resolve_backend(backend, streams, update, w_pool) == "triton":
+        return _fused("append", streams, update, None, None, w_pool, normalize, eps)[:2]
     return reference.append_and_pool(streams, update, w_pool, normalize=normalize, eps=eps)
 
 
@@ -141,11 +182,18 @@ def attn_pool(
 
     Source: arXiv 2605.23259; equations (1) and (5) to (8) of DERIVATION.md.
     """
-    resolve_backend(backend)
+    _check_backend(backend)
     _, width = _check_streams(streams)
     _check_vector("w_pool", w_pool, width, "C", streams)
     _check_options(normalize, eps)
+    if resolve_backend(backend, streams, w_pool) == "triton":
+        return _fused("read", streams, None, None, None, w_pool, normalize, eps)[1]
     return reference.attn_pool(streams, w_pool, normalize=normalize, eps=eps)
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, BACKENDS))}.")
 
 
 def _check_gate(gate: str) -> None:

@@ -1,17 +1,16 @@
 """The fused kernels of Multi-Gate Residuals: one layer, forward and backward.
 
-A layer makes its streams (KIND: "independent" or "competitive" gates mix the update into them, "append" makes the update
-one more stream, "read" takes them as they are) and pools what the next sublayer reads. Numbers (1) to (17) are
+A layer makes its streams (KIND: "independent" or "competitive" gates mix the update into them, "append" makes the
+update one more stream, "read" takes them as they are) and pools what the next sublayer reads. Numbers (1) to (17) are
 DERIVATION.md's stages.
 
-A program walks over tokens. A token's streams are a tile [n, C], padded to powers of two, loaded once, cast to float32
-and held in registers from the first sum to the last store. A tile too large for that is visited BLOCK_C columns at a
-time: each `for start` loop below is one visit. With one block the compiler unrolls these loops and merges their equal
-loads, so both cases are one source.
+A program walks over tokens. A token's tiles are loaded once and HELD in registers from the first sum to the last store;
+each `for i` loop below is one visit to them. Where they do not fit, every visit loads them again, after the first from
+the cache.
 
-Legend: s, f streams and update; m the streams after mixing or appending; g, big_g the gradients of the read and of m;
-r inverse RMS; z, beta gate scores and gates; a, alpha pool scores and weights; d_x the gradient of x. Upper case is
-fixed when the kernel is compiled.
+Legend: s, f streams and update; m the streams after mixing or appending; g, d_m the gradients of the read and of m;
+r, r_m inverse RMS of s, m; z, beta gate scores and gates; a, alpha pool scores and weights; p the read before its norm,
+1 / rho its RMS; d_x the gradient of x. Upper case is fixed when a kernel is compiled.
 """
 
 from typing import NamedTuple
@@ -19,41 +18,29 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-MAX_TILE_FORWARD = 16384
-MAX_TILE_BACKWARD = 8192
+from depthlab.kernels.mgr.tiles import (
+    columns,
+    get_row,
+    get_tile,
+    hold_row,
+    hold_tiles,
+    load_bias,
+    load_kept,
+    load_row,
+    next_visit,
+    store_kept,
+    store_row,
+    store_tile,
+)
 
 
 @triton.jit
-def load_tile(ptr, rows, cols, N: tl.constexpr, C: tl.constexpr):
-    """One token's streams in float32, zero where padded: [N_PAD, BLOCK_C]."""
-    mask = (rows < N)[:, None] & (cols < C)[None, :]
-    return tl.load(ptr + rows[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_row(ptr, cols, C: tl.constexpr):
-    """One vector in float32, zero where padded: [BLOCK_C]."""
-    return tl.load(ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_tile(ptr, tile, rows, cols, N: tl.constexpr, C: tl.constexpr):
-    mask = (rows < N)[:, None] & (cols < C)[None, :]
-    tl.store(ptr + rows[:, None] * C + cols[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_row(ptr, row, cols, C: tl.constexpr):
-    tl.store(ptr + cols, row.to(ptr.dtype.element_ty), mask=cols < C)
-
-
-@triton.jit
-def weight_row(held, ptr, cols, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A weight's columns: from the registers that hold all of it, or from memory where they cannot."""
-    if BLOCK_C >= C:
-        return held
+def add(total, x, i: tl.constexpr):
+    """total + x, or x at the first visit: adding it to zeros would cost an instruction an element."""
+    if i == 0:
+        return x
     else:
-        return load_row(ptr, cols, C)
+        return total + x
 
 
 @triton.jit
@@ -75,7 +62,7 @@ def gates(z, bias, rows, N: tl.constexpr, KIND: tl.constexpr):
     """Equations (3i) and (3c): beta [N_PAD], zero where padded, and beta_0, the share that no stream takes."""
     if KIND == "competitive":
         z = tl.where(rows < N, z, -float("inf"))
-        forget = tl.max(bias, 0)  # one value, N_PAD times
+        forget = tl.max(bias, 0)
         top = tl.maximum(tl.max(z, 0), forget)
         e = tl.exp(z - top)
         e_0 = tl.exp(forget - top)
@@ -86,22 +73,15 @@ def gates(z, bias, rows, N: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def interpolate(s, f, beta):
-    """Equation (4), stepped from whichever end is nearer, so that both end points are exact."""
-    near = beta < 0.5
-    return tl.where(near, s, f) + tl.where(near, beta, beta - 1.0) * (f - s)
-
-
-@triton.jit
-def layer_tile(s_ptr, f_ptr, beta, rows, cols, N: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr):
-    """The streams that are stored and read, m, in float32: [N_PAD, BLOCK_C]."""
+def make_streams(s, f, beta, rows, N: tl.constexpr, KIND: tl.constexpr):
+    """A tile of m from a tile of s and a row of f."""
     if KIND == "read":
-        return load_tile(s_ptr, rows, cols, N, C)
+        return s
     elif KIND == "append":
-        s = load_tile(s_ptr, rows, cols, N - 1, C)
-        return tl.where((rows == N - 1)[:, None], load_row(f_ptr, cols, C)[None, :], s)
-    else:
-        return interpolate(load_tile(s_ptr, rows, cols, N, C), load_row(f_ptr, cols, C)[None, :], beta[:, None])
+        return tl.where((rows == N - 1)[:, None], f[None, :], s)
+    else:  # (4) in two fused multiply-adds: both end points are exact
+        beta = beta[:, None]
+        return beta * f[None, :] + (s - beta * s)
 
 
 @triton.jit
@@ -114,71 +94,96 @@ def layer_fwd_kernel(
     mixed_ptr,  # [tokens, N, C]; not used by "read"
     pooled_ptr,  # [tokens, C]
     beta_ptr,  # [tokens, N]
+    kept_ptr,  # [tokens, N, 4]: z, a, r, r_m, which the backward would have to sum up again; used if KEEP
     n_tokens,
     eps,
+    KEEP: tl.constexpr,
     KIND: tl.constexpr,
     NORMALIZE: tl.constexpr,
     N: tl.constexpr,
     N_PAD: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
+    HELD: tl.constexpr,
+    HELD_WEIGHTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     MIXES: tl.constexpr = KIND == "independent" or KIND == "competitive"
     N_IN: tl.constexpr = N - 1 if KIND == "append" else N
+    BLOCKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     scale = C**-0.5
     rows = tl.arange(0, N_PAD)
-    first = tl.arange(0, BLOCK_C)
-    w_pool = load_row(w_pool_ptr, first, C)
-    w_gate = w_pool
-    bias = tl.zeros([N_PAD], tl.float32)
+    first = columns(BLOCK_C, VEC)
+    w_pool_held = hold_row(w_pool_ptr, C, BLOCK_C, VEC, HELD_WEIGHTS)
+    w_gate_held = w_pool_held
     if MIXES:
-        w_gate = load_row(w_gate_ptr, first, C)
-        which = rows * 0 if KIND == "competitive" else rows
-        bias = tl.load(bias_ptr + which, mask=rows < N, other=-float("inf")).to(tl.float32)
+        w_gate_held = hold_row(w_gate_ptr, C, BLOCK_C, VEC, HELD_WEIGHTS)
+        bias = load_bias(bias_ptr, rows, N, KIND)
 
     for token in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0), num_stages=STAGES):
         at = tl.cast(token, tl.int64)
         s_ptr = streams_ptr + at * N_IN * C
         f_ptr = update_ptr + at * C
+        s_held = hold_tiles(s_ptr, rows, N_IN, C, BLOCK_C, VEC, HELD)
+        f_held = hold_row(f_ptr, C, BLOCK_C, VEC, HELD and KIND != "read")
 
         beta = tl.zeros([N_PAD], tl.float32)
+        z = beta
+        r = beta
         if MIXES:  # (1), (2), (3)
-            squares = tl.zeros([N_PAD], tl.float32)
-            along = tl.zeros([N_PAD], tl.float32)
-            for start in range(0, C, BLOCK_C):
-                cols = start + first
-                s = load_tile(s_ptr, rows, cols, N, C)
-                squares += tl.sum(s * s, 1)
-                along += tl.sum(s * weight_row(w_gate, w_gate_ptr, cols, C, BLOCK_C)[None, :], 1)
-            z = along * inverse_rms(squares, eps, C) * scale
+            squares = 0.0
+            along = 0.0
+            for i in tl.static_range(BLOCKS):
+                cols = i * BLOCK_C + first
+                s = get_tile(s_held, i, s_ptr, rows, cols, N, C, HELD)
+                w = get_row(w_gate_held, i, w_gate_ptr, cols, C, HELD_WEIGHTS)[None, :]
+                squares = add(squares, s * s, i)
+                along = add(along, s * w, i)
+            r = inverse_rms(tl.sum(squares, 1), eps, C)
+            z = tl.sum(along, 1) * r * scale
             beta, _ = gates(z, bias, rows, N, KIND)
-            tl.store(beta_ptr + at * N + rows, beta, mask=rows < N)
 
-        squares = tl.zeros([N_PAD], tl.float32)  # (4), (5), (6)
-        along = tl.zeros([N_PAD], tl.float32)
-        for start in range(0, C, BLOCK_C):
-            cols = start + first
-            m = layer_tile(s_ptr, f_ptr, beta, rows, cols, N, C, KIND)
-            squares += tl.sum(m * m, 1)
-            along += tl.sum(m * weight_row(w_pool, w_pool_ptr, cols, C, BLOCK_C)[None, :], 1)
-        alpha = softmax(along * inverse_rms(squares, eps, C) * scale, rows, N)
+        next_visit(HELD)  # (4), (5), (6)
+        squares = 0.0
+        along = 0.0
+        for i in tl.static_range(BLOCKS):
+            cols = i * BLOCK_C + first
+            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+            w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)[None, :]
+            m = make_streams(s, f, beta, rows, N, KIND)
+            squares = add(squares, m * m, i)
+            along = add(along, m * w, i)
+        r_m = inverse_rms(tl.sum(squares, 1), eps, C)
+        a = tl.sum(along, 1) * r_m * scale
+        alpha = softmax(a, rows, N)
 
         rho = 1.0
         if NORMALIZE:  # (8)
+            next_visit(HELD)
             pp = 0.0
-            for start in range(0, C, BLOCK_C):
-                m = layer_tile(s_ptr, f_ptr, beta, rows, start + first, N, C, KIND)
-                p = tl.sum(alpha[:, None] * m, 0)
-                pp += tl.sum(p * p, 0)
-            rho = inverse_rms(pp, eps, C)
+            for i in tl.static_range(BLOCKS):
+                cols = i * BLOCK_C + first
+                s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+                f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+                p = tl.sum(alpha[:, None] * make_streams(s, f, beta, rows, N, KIND), 0)
+                pp = add(pp, p * p, i)
+            rho = inverse_rms(tl.sum(pp, 0), eps, C)
 
-        for start in range(0, C, BLOCK_C):  # (7)
-            cols = start + first
-            m = layer_tile(s_ptr, f_ptr, beta, rows, cols, N, C, KIND)
+        next_visit(HELD)  # (7)
+        for i in tl.static_range(BLOCKS):
+            cols = i * BLOCK_C + first
+            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+            m = make_streams(s, f, beta, rows, N, KIND)
             if KIND != "read":
                 store_tile(mixed_ptr + at * N * C, m, rows, cols, N, C)
             store_row(pooled_ptr + at * C, rho * tl.sum(alpha[:, None] * m, 0), cols, C)
+        if MIXES:
+            tl.store(beta_ptr + at * N + rows, beta, mask=rows < N)
+        if KEEP:
+            store_kept(kept_ptr + at * N * 4, z, a, r, r_m, rows, N)
 
 
 @triton.jit
@@ -188,12 +193,13 @@ def layer_bwd_kernel(
     w_gate_ptr,
     bias_ptr,
     w_pool_ptr,
+    kept_ptr,
     d_mixed_ptr,  # [tokens, N, C]; used if HAS_D_MIXED
     d_pooled_ptr,  # [tokens, C]
     d_beta_ptr,  # [tokens, N]; used if HAS_D_BETA
     d_streams_ptr,  # as streams
     d_update_ptr,  # as update
-    d_weights_ptr,  # [programs, 2 C + N]: of w_gate, w_pool and the bias, summed over this program's tokens
+    d_weights_ptr,  # [programs, 2 C + N], zero if not HELD: of w_gate, w_pool, bias, from a program's tokens
     n_tokens,
     eps,
     HAS_D_MIXED: tl.constexpr,
@@ -204,90 +210,88 @@ def layer_bwd_kernel(
     N_PAD: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
+    HELD: tl.constexpr,
+    HELD_WEIGHTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     MIXES: tl.constexpr = KIND == "independent" or KIND == "competitive"
     N_IN: tl.constexpr = N - 1 if KIND == "append" else N
-    HELD: tl.constexpr = BLOCK_C >= C
+    BLOCKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     scale = C**-0.5
     rows = tl.arange(0, N_PAD)
-    first = tl.arange(0, BLOCK_C)
-    w_pool = load_row(w_pool_ptr, first, C)
-    w_gate = w_pool
-    bias = tl.zeros([N_PAD], tl.float32)
+    first = columns(BLOCK_C, VEC)
+    w_pool_held = hold_row(w_pool_ptr, C, BLOCK_C, VEC, HELD_WEIGHTS)
+    w_gate_held = w_pool_held
     if MIXES:
-        w_gate = load_row(w_gate_ptr, first, C)
-        which = rows * 0 if KIND == "competitive" else rows
-        bias = tl.load(bias_ptr + which, mask=rows < N, other=-float("inf")).to(tl.float32)
+        w_gate_held = hold_row(w_gate_ptr, C, BLOCK_C, VEC, HELD_WEIGHTS)
+        bias = load_bias(bias_ptr, rows, N, KIND)
     own_ptr = d_weights_ptr + tl.program_id(0).to(tl.int64) * (2 * C + N)
+    zero = tl.zeros([N_PAD, BLOCK_C], tl.float32)
     d_bias = tl.zeros([N_PAD], tl.float32)
-    d_w_gate = tl.zeros([BLOCK_C], tl.float32)
-    d_w_pool = tl.zeros([BLOCK_C], tl.float32)
+    d_w_gate = ()
+    d_w_pool = ()
+    if HELD:
+        for _ in tl.static_range(BLOCKS):
+            d_w_gate = d_w_gate + (tl.zeros([BLOCK_C], tl.float32),)
+            d_w_pool = d_w_pool + (tl.zeros([BLOCK_C], tl.float32),)
 
     for token in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0), num_stages=STAGES):
         at = tl.cast(token, tl.int64)
         s_ptr = streams_ptr + at * N_IN * C
         f_ptr = update_ptr + at * C
         g_ptr = d_pooled_ptr + at * C
+        d_m_ptr = d_mixed_ptr + at * N * C
+        s_held = hold_tiles(s_ptr, rows, N_IN, C, BLOCK_C, VEC, HELD)
+        f_held = hold_row(f_ptr, C, BLOCK_C, VEC, HELD and KIND != "read")
+        g_held = hold_row(g_ptr, C, BLOCK_C, VEC, HELD)
+        d_m_held = hold_tiles(d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED)
 
+        z, a, r, r_m = load_kept(kept_ptr + at * N * 4, rows, N)
         beta = tl.zeros([N_PAD], tl.float32)
-        beta_0 = 0.0
-        if MIXES:  # (1), (2), (3) again
-            squares = tl.zeros([N_PAD], tl.float32)
-            along = tl.zeros([N_PAD], tl.float32)
-            for start in range(0, C, BLOCK_C):
-                cols = start + first
-                s = load_tile(s_ptr, rows, cols, N, C)
-                squares += tl.sum(s * s, 1)
-                along += tl.sum(s * weight_row(w_gate, w_gate_ptr, cols, C, BLOCK_C)[None, :], 1)
-            r = inverse_rms(squares, eps, C)
-            z = along * r * scale
+        if MIXES:  # (3) again
             beta, beta_0 = gates(z, bias, rows, N, KIND)
+        alpha = softmax(a, rows, N)  # (6) again
 
-        squares = tl.zeros([N_PAD], tl.float32)  # (4), (5), (6) again, and g . m
-        along = tl.zeros([N_PAD], tl.float32)
-        gm = tl.zeros([N_PAD], tl.float32)
-        for start in range(0, C, BLOCK_C):
-            cols = start + first
-            m = layer_tile(s_ptr, f_ptr, beta, rows, cols, N, C, KIND)
-            squares += tl.sum(m * m, 1)
-            along += tl.sum(m * weight_row(w_pool, w_pool_ptr, cols, C, BLOCK_C)[None, :], 1)
-            gm += tl.sum(m * load_row(g_ptr, cols, C)[None, :], 1)
-        r_m = inverse_rms(squares, eps, C)
-        a = along * r_m * scale
-        alpha = softmax(a, rows, N)
-
+        gm = 0.0
+        pp = 0.0
+        pm = 0.0
+        for i in tl.static_range(BLOCKS):  # (9): g_p = rho g - shrink p
+            cols = i * BLOCK_C + first
+            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+            g = get_row(g_held, i, g_ptr, cols, C, HELD)[None, :]
+            m = make_streams(s, f, beta, rows, N, KIND)
+            gm = add(gm, m * g, i)
+            if NORMALIZE:
+                p = tl.sum(alpha[:, None] * m, 0)
+                pp = add(pp, p * p, i)
+                pm = add(pm, m * p[None, :], i)
+        gm = tl.sum(gm, 1)
         rho = 1.0
         shrink = 0.0
-        if NORMALIZE:  # (9): g_p = rho g - shrink p
-            pp = 0.0
-            pm = tl.zeros([N_PAD], tl.float32)
-            for start in range(0, C, BLOCK_C):
-                m = layer_tile(s_ptr, f_ptr, beta, rows, start + first, N, C, KIND)
-                p = tl.sum(alpha[:, None] * m, 0)
-                pp += tl.sum(p * p, 0)
-                pm += tl.sum(m * p[None, :], 1)
-            rho = inverse_rms(pp, eps, C)
+        if NORMALIZE:
+            rho = inverse_rms(tl.sum(pp, 0), eps, C)
             shrink = rho * rho * rho * tl.sum(alpha * gm, 0) / C
-            gm = rho * gm - shrink * pm
+            gm = rho * gm - shrink * tl.sum(pm, 1)
         d_a = alpha * (gm - tl.sum(alpha * gm, 0))  # (10)
         to_w_pool = d_a * r_m * scale
         to_m = d_a * a * r_m * r_m / C
 
         if MIXES:  # (11), (13)
-            d_beta = tl.zeros([N_PAD], tl.float32)
-            for start in range(0, C, BLOCK_C):
-                cols = start + first
-                s = load_tile(s_ptr, rows, cols, N, C)
-                f = load_row(f_ptr, cols, C)[None, :]
-                m = interpolate(s, f, beta[:, None])
-                p = tl.sum(alpha[:, None] * m, 0)
-                g_p = (rho * load_row(g_ptr, cols, C) - shrink * p)[None, :]
-                w = weight_row(w_pool, w_pool_ptr, cols, C, BLOCK_C)[None, :]
-                d_m = alpha[:, None] * g_p + to_w_pool[:, None] * w - to_m[:, None] * m
-                if HAS_D_MIXED:
-                    d_m += load_tile(d_mixed_ptr + at * N * C, rows, cols, N, C)
-                d_beta += tl.sum(d_m * (f - s), 1)
+            next_visit(HELD)
+            d_beta = 0.0
+            for i in tl.static_range(BLOCKS):
+                cols = i * BLOCK_C + first
+                s = get_tile(s_held, i, s_ptr, rows, cols, N, C, HELD)
+                f = get_row(f_held, i, f_ptr, cols, C, HELD)
+                m = make_streams(s, f, beta, rows, N, KIND)
+                g_p = rho * get_row(g_held, i, g_ptr, cols, C, HELD) - shrink * tl.sum(alpha[:, None] * m, 0)
+                w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)[None, :]
+                d_m = get_tile(d_m_held, i, d_m_ptr, rows, cols, N, C, HELD) if HAS_D_MIXED else zero
+                d_m = d_m + to_w_pool[:, None] * w - to_m[:, None] * m + alpha[:, None] * g_p[None, :]
+                d_beta = add(d_beta, d_m * (f[None, :] - s), i)
+            d_beta = tl.sum(d_beta, 1)
             if HAS_D_BETA:
                 d_beta += tl.load(d_beta_ptr + at * N + rows, mask=rows < N, other=0.0).to(tl.float32)
             if KIND == "competitive":  # (14c)
@@ -300,59 +304,70 @@ def layer_bwd_kernel(
             to_w_gate = d_z * r * scale
             to_s = d_z * z * r * r / C
 
-        for start in range(0, C, BLOCK_C):  # (11), (12), (15), (16), (17)
-            cols = start + first
-            m = layer_tile(s_ptr, f_ptr, beta, rows, cols, N, C, KIND)
-            p = tl.sum(alpha[:, None] * m, 0)
-            g_p = (rho * load_row(g_ptr, cols, C) - shrink * p)[None, :]
-            w = weight_row(w_pool, w_pool_ptr, cols, C, BLOCK_C)[None, :]
-            d_m = alpha[:, None] * g_p + to_w_pool[:, None] * w - to_m[:, None] * m
-            if HAS_D_MIXED:
-                d_m += load_tile(d_mixed_ptr + at * N * C, rows, cols, N, C)
-            new_w_pool = tl.sum(to_w_pool[:, None] * m, 0)
-            new_w_gate = new_w_pool
+        next_visit(HELD)  # (11), (12), (15), (16), (17)
+        new_w_gate = ()
+        new_w_pool = ()
+        for i in tl.static_range(BLOCKS):
+            cols = i * BLOCK_C + first
+            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+            m = make_streams(s, f, beta, rows, N, KIND)
+            g_p = rho * get_row(g_held, i, g_ptr, cols, C, HELD) - shrink * tl.sum(alpha[:, None] * m, 0)
+            w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)[None, :]
+            d_m = get_tile(d_m_held, i, d_m_ptr, rows, cols, N, C, HELD) if HAS_D_MIXED else zero
+            d_m = d_m + to_w_pool[:, None] * w - to_m[:, None] * m + alpha[:, None] * g_p[None, :]
+            d_w = tl.sum(to_w_pool[:, None] * m, 0)
+            if HELD:
+                new_w_pool = new_w_pool + (d_w_pool[i] + d_w,)
+            else:
+                store_row(own_ptr + C, load_row(own_ptr + C, cols, C) + d_w, cols, C)
             if MIXES:
-                s = load_tile(s_ptr, rows, cols, N, C)
-                w = weight_row(w_gate, w_gate_ptr, cols, C, BLOCK_C)[None, :]
+                w = get_row(w_gate_held, i, w_gate_ptr, cols, C, HELD_WEIGHTS)[None, :]
                 d_s = (1.0 - beta)[:, None] * d_m + to_w_gate[:, None] * w - to_s[:, None] * s
                 store_tile(d_streams_ptr + at * N * C, d_s, rows, cols, N, C)
                 store_row(d_update_ptr + at * C, tl.sum(beta[:, None] * d_m, 0), cols, C)
-                new_w_gate = tl.sum(to_w_gate[:, None] * s, 0)
+                d_w = tl.sum(to_w_gate[:, None] * s, 0)
+                if HELD:
+                    new_w_gate = new_w_gate + (d_w_gate[i] + d_w,)
+                else:
+                    store_row(own_ptr, load_row(own_ptr, cols, C) + d_w, cols, C)
             else:
                 store_tile(d_streams_ptr + at * N_IN * C, d_m, rows, cols, N_IN, C)
                 if KIND == "append":
                     d_f = tl.sum(tl.where((rows == N - 1)[:, None], d_m, 0.0), 0)
                     store_row(d_update_ptr + at * C, d_f, cols, C)
-            if HELD:
-                d_w_pool += new_w_pool
-                d_w_gate += new_w_gate
-            else:  # no register can hold them: this program's own row, which starts at zero, takes the sum
-                tl.debug_barrier()  # what other threads of the program wrote for the last token is seen from here on
-                store_row(own_ptr + C, load_row(own_ptr + C, cols, C) + new_w_pool, cols, C)
-                if MIXES:
-                    store_row(own_ptr, load_row(own_ptr, cols, C) + new_w_gate, cols, C)
+        if HELD:
+            d_w_pool = new_w_pool
+            if MIXES:
+                d_w_gate = new_w_gate
 
     if HELD:
-        store_row(own_ptr + C, d_w_pool, first, C)
+        for i in tl.static_range(BLOCKS):
+            cols = i * BLOCK_C + first
+            store_row(own_ptr + C, d_w_pool[i], cols, C)
+            if MIXES:
+                store_row(own_ptr, d_w_gate[i], cols, C)
     if MIXES:
-        if HELD:
-            store_row(own_ptr, d_w_gate, first, C)
         tl.store(own_ptr + 2 * C + rows, d_bias, mask=rows < N)
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: columns a visit, warps a program, pipeline stages, programs a multiprocessor."""
+    """How a kernel is launched: the kernel's own constants, warps a program, programs a multiprocessor."""
 
-    block_c: int
+    constants: dict[str, int | bool]
     warps: int
-    stages: int
     programs: int
 
 
 def launch_choice(n: int, width: int, *, backward: bool) -> Launch:
-    """The launch for streams [.., n, C = width]."""
-    n_pad, padded = triton.next_power_of_2(n), triton.next_power_of_2(width)
-    largest = MAX_TILE_BACKWARD if backward else MAX_TILE_FORWARD
-    block_c = min(padded, largest // n_pad)
+    """The launch for streams [.., n, width]."""
+    n_pad = triton.next_power_of_2(n)
+    block_c = triton.next_power_of_2(width)
+    held = n_pad * block_c <= (16384 if backward else 32768)
+    if not held:
+        block_c = min(block_c, 8192 // n_pad)
     tile = n_pad * block_c
-    return Launch(block_c, warps=min(16, max(1, tile // 1024)), stages=1, programs=4)
+    warps = min(16, max(1, tile // 1024))
+    vec = max(1, min(8, block_c // (32 * warps)))
+    constants = {"BLOCK_C": block_c, "VEC": vec, "HELD": held, "HELD_WEIGHTS": held, "STAGES": 2 if held else 1}
+    return Launch(constants, warps, programs=4)

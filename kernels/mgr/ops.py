@@ -1,10 +1,11 @@
 """The fused layer as torch operators: launches, shapes for tracing, gradients. `function.py` checks what comes in.
 
-``depthlab::mgr_layer`` and ``depthlab::mgr_layer_backward`` are opaque to `torch.compile`, which neither breaks the graph
+``depthlab::mgr_layer`` and ``depthlab::mgr_layer_backward`` are opaque to `torch.compile`: it neither breaks the graph
 at them nor looks inside. Both are deterministic: a program sums its own tokens' weight gradients in order, and one
 `sum` adds up the programs. A kind ("independent", "competitive", "append", "read") is what `kernels.py` calls so.
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -33,15 +34,20 @@ def layer(
     kind: str,
     normalize: bool,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (1) to (8): (streams [.., n, C], pooled [.., C], beta [.., n]); what a kind does not make is empty."""
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Equations (1) to (8): streams [.., n, C], pooled [.., C], beta [.., n], and what the backward needs, [.., n, 4].
+
+    What a kind does not make, or nobody wants to `keep`, is empty.
+    """
     from depthlab.kernels.mgr import kernels
 
-    mixed, pooled, beta = outputs = _outputs(streams, update, kind)
+    mixed, pooled, beta, kept = outputs = _outputs(streams, update, kind, keep)
     n = streams.shape[-2] + (kind == "append")
     arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool)]
     how = kernels.launch_choice(n, streams.shape[-1], backward=False)
-    _launch(kernels.layer_fwd_kernel, how, pooled, n, kind, normalize, eps, [*arguments, mixed, pooled, beta], {})
+    arguments += [mixed, pooled, beta, kept]
+    _launch(kernels.layer_fwd_kernel, how, pooled, n, kind, normalize, eps, arguments, {"KEEP": keep})
     return outputs
 
 
@@ -52,6 +58,7 @@ def layer_backward(
     w_gate: Tensor | None,
     bias: Tensor | None,
     w_pool: Tensor,
+    kept: Tensor,
     d_mixed: Tensor | None,
     d_pooled: Tensor | None,
     d_beta: Tensor | None,
@@ -66,10 +73,11 @@ def layer_backward(
     n, width = streams.shape[-2] + (kind == "append"), streams.shape[-1]
     if d_pooled is None:
         d_pooled = streams.new_zeros([*streams.shape[:-2], width])
-    arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool, d_mixed, d_pooled, d_beta)]
+    tensors = (streams, update, w_gate, bias, w_pool, kept, d_mixed, d_pooled, d_beta)
+    arguments = [_dense(x, streams) for x in tensors]
     how = kernels.launch_choice(n, width, backward=True)
     rows = _programs(how, d_pooled)
-    new = torch.empty if how.block_c >= width else torch.zeros  # the kernel adds to what it cannot hold
+    new = torch.empty if how.constants["HELD"] else torch.zeros  # the kernel adds to what it cannot hold
     d_weights = new(rows, 2 * width + n, dtype=torch.float32, device=streams.device)
     flags = {"HAS_D_MIXED": d_mixed is not None, "HAS_D_BETA": d_beta is not None}
     arguments += [d_streams, d_update, d_weights]
@@ -86,12 +94,13 @@ def layer_backward(
     )
 
 
-def _outputs(streams: Tensor, update: Tensor | None, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(streams: Tensor, update: Tensor | None, kind: str, keep: bool) -> tuple[Tensor, ...]:
     stored = streams if update is None else update
     *lead, n, width = streams.shape
     mixed = stored.new_empty([0] if kind == "read" else [*lead, n + (kind == "append"), width])
     beta = streams.new_empty([0] if kind in ("read", "append") else [*lead, n], dtype=torch.float32)
-    return mixed, stored.new_empty([*lead, width]), beta
+    kept = streams.new_empty([*lead, n + (kind == "append"), 4] if keep else [0], dtype=torch.float32)
+    return mixed, stored.new_empty([*lead, width]), beta, kept
 
 
 def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -99,27 +108,33 @@ def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 
 
 @layer.register_fake
-def _(streams, update, w_gate, bias, w_pool, kind, normalize, eps):
-    return _outputs(streams, update, kind)
+def _(streams, update, w_gate, bias, w_pool, kind, normalize, eps, keep):
+    return _outputs(streams, update, kind, keep)
 
 
 @layer_backward.register_fake
-def _(streams, update, w_gate, bias, w_pool, d_mixed, d_pooled, d_beta, kind, normalize, eps):
+def _(streams, update, w_gate, bias, w_pool, kept, d_mixed, d_pooled, d_beta, kind, normalize, eps):
     return _gradients(streams, update, w_gate, bias, w_pool)
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.kind, ctx.normalize, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.kind, ctx.normalize, ctx.eps, ctx.kept = inputs
+    ctx.save_for_backward(*tensors, output[3])
+    ctx.mark_non_differentiable(output[3])
     ctx.set_materialize_grads(False)  # zeros for an output that nobody used would be read like any gradient
 
 
-def _backward(ctx, d_mixed, d_pooled, d_beta):
-    tensors = ctx.saved_tensors
+def _backward(ctx, d_mixed, d_pooled, d_beta, _):
+    *tensors, kept = ctx.saved_tensors
+    if not ctx.kept:  # the caller did not see that a gradient would be asked for
+        kept = layer(*tensors, ctx.kind, ctx.normalize, ctx.eps, True)[3]
     upstream = (d_mixed if ctx.kind != "read" else None, d_pooled, d_beta if tensors[2] is not None else None)
-    found = layer_backward(*tensors, *upstream, ctx.kind, ctx.normalize, ctx.eps)
+    found = layer_backward(*tensors, kept, *upstream, ctx.kind, ctx.normalize, ctx.eps)
     needed = ctx.needs_input_grad
-    return (*(d if x is not None and need else None for d, x, need in zip(found, tensors, needed)), *[None] * 3)
+    return (
+        *(d if x is not None and need else None for d, x, need in zip(found, tensors, needed, strict=False)),
+        *[None] * 4,
+    )
 
 
 def _twice(ctx, *grads):
@@ -154,9 +169,11 @@ def _dense(x: Tensor | None, instead: Tensor) -> Tensor:
 
 
 def _programs(how, pooled: Tensor) -> int:
+    """As many as are at work at once, less what the last round would leave idle."""
     tokens = pooled.numel() // pooled.shape[-1]
     at_once = how.programs * _multiprocessors(pooled.device) if pooled.is_cuda else INTERPRETED_PROGRAMS
-    return min(tokens, at_once)
+    rounds = max(1, math.ceil(tokens / at_once))
+    return math.ceil(tokens / rounds)
 
 
 @lru_cache
@@ -173,6 +190,4 @@ def _launch(kernel, how, pooled: Tensor, n: int, kind: str, normalize: bool, eps
         return
     shape = {"KIND": kind, "NORMALIZE": normalize, "N": n, "N_PAD": triton.next_power_of_2(n), "C": width}
     with torch.cuda.device_of(pooled):  # Triton launches on the current device, whatever the tensors' is
-        kernel[(_programs(how, pooled),)](
-            *tensors, tokens, eps, **flags, **shape, BLOCK_C=how.block_c, STAGES=how.stages, num_warps=how.warps
-        )
+        kernel[(_programs(how, pooled),)](*tensors, tokens, eps, **flags, **shape, **how.constants, num_warps=how.warps)

@@ -1,0 +1,108 @@
+"""How the fused kernels move one token's data between memory and registers.
+
+A token's streams [N, C] are BLOCKS tiles [N_PAD, BLOCK_C], rows and the last columns padded. What is padded is never
+loaded, reads as zero and is never stored. Loads cast to float32, stores cast to what the memory holds.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def columns(BLOCK_C: tl.constexpr, VEC: tl.constexpr):
+    """0 .. BLOCK_C - 1; each lane takes VEC of them in a row, so that a warp takes 32 VEC and no two share a column."""
+    return tl.max_contiguous(tl.arange(0, BLOCK_C), VEC)
+
+
+@triton.jit
+def load_tile(ptr, rows, cols, N: tl.constexpr, C: tl.constexpr):
+    """A block of one token's streams in float32, zero where padded: [N_PAD, BLOCK_C]."""
+    mask = (rows < N)[:, None] & (cols < C)[None, :]
+    return tl.load(ptr + rows[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_row(ptr, cols, C: tl.constexpr):
+    """A block of one vector in float32, zero where padded: [BLOCK_C]."""
+    return tl.load(ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_bias(ptr, rows, N: tl.constexpr, KIND: tl.constexpr):
+    """[N_PAD]: a bias for each stream; the one forget logit of "competitive" gates N times."""
+    which = rows * 0 if KIND == "competitive" else rows
+    return tl.load(ptr + which, mask=rows < N, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptr, tile, rows, cols, N: tl.constexpr, C: tl.constexpr):
+    mask = (rows < N)[:, None] & (cols < C)[None, :]
+    tl.store(ptr + rows[:, None] * C + cols[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_row(ptr, row, cols, C: tl.constexpr):
+    tl.store(ptr + cols, row.to(ptr.dtype.element_ty), mask=cols < C)
+
+
+@triton.jit
+def store_kept(ptr, z, a, r, r_m, rows, N: tl.constexpr):
+    """Four numbers a stream side by side, so that a token's are one store of whole sectors: [N, 4]."""
+    four = tl.join(tl.join(z, r), tl.join(a, r_m))  # [N_PAD, 2, 2]
+    two = tl.arange(0, 2)
+    at = rows[:, None, None] * 4 + two[None, :, None] * 2 + two[None, None, :]
+    tl.store(ptr + at, four, mask=(rows < N)[:, None, None])
+
+
+@triton.jit
+def load_kept(ptr, rows, N: tl.constexpr):
+    two = tl.arange(0, 2)
+    at = rows[:, None, None] * 4 + two[None, :, None] * 2 + two[None, None, :]
+    zr, am = tl.split(tl.load(ptr + at, mask=(rows < N)[:, None, None], other=0.0))
+    z, r = tl.split(zr)
+    a, r_m = tl.split(am)
+    return z, a, r, r_m
+
+
+@triton.jit
+def hold_tiles(
+    ptr, rows, N: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, VEC: tl.constexpr, HELD: tl.constexpr
+):
+    """All of a token's tiles where they fit; nothing where they do not."""
+    held = ()
+    if HELD:
+        for start in tl.static_range(0, C, BLOCK_C):
+            held = held + (load_tile(ptr, rows, start + columns(BLOCK_C, VEC), N, C),)
+    return held
+
+
+@triton.jit
+def hold_row(ptr, C: tl.constexpr, BLOCK_C: tl.constexpr, VEC: tl.constexpr, HELD: tl.constexpr):
+    held = ()
+    if HELD:
+        for start in tl.static_range(0, C, BLOCK_C):
+            held = held + (load_row(ptr, start + columns(BLOCK_C, VEC), C),)
+    return held
+
+
+@triton.jit
+def get_tile(held, i: tl.constexpr, ptr, rows, cols, N: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr):
+    if HELD:
+        return held[i]
+    else:
+        return load_tile(ptr, rows, cols, N, C)
+
+
+@triton.jit
+def get_row(held, i: tl.constexpr, ptr, cols, C: tl.constexpr, HELD: tl.constexpr):
+    if HELD:
+        return held[i]
+    else:
+        return load_row(ptr, cols, C)
+
+
+@triton.jit
+def next_visit(HELD: tl.constexpr):
+    """Keep the compiler from holding what was to be loaded again."""
+    if not HELD:
+        tl.debug_barrier()
