@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "batch_size": 8,
 }
 PRESET_OPTIONS: dict[str, dict[str, Any]] = {
-    "toy": {"lr": 2e-3, "batch_size": 12, "evaluate_every": 50, "evaluate_tokens": 16_384},
+    "toy": {"lr": 2e-3, "batch_size": 12, "evaluate_every": 50, "evaluate_tokens": 8192},
 }
 _TRAINING = [field.name for field in dataclasses.fields(TrainConfig)]
 TOKENIZER = "tokenizer.json"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthlab import diagnostics
 from depthlab.lm.runlog import TrainingError
 from depthlab.residuals import Residual
 from depthlab.runs import write_atomic
@@ -67,6 +66,8 @@ def signal_norms(model: nn.Module, batch: Tensor) -> list[dict[str, Any]]:
     """
     if not isinstance(getattr(model, "residual", None), Residual):
         return []
+    from depthlab import diagnostics  # here, because it loads pandas, and this is needed once in a bad run
+
     with diagnostics.record(model.residual) as trace:
         model.loss(batch[:, :-1], batch[:, 1:])
     rows = diagnostics.norms(trace)
