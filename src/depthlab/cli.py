@@ -183,6 +183,7 @@ _TRAIN_OPTIONS: dict[str, dict[str, tuple[str, type, str]]] = {
         "--data": ("data", str, "sotu (default), a .txt or .tokens file, or owner/name@commit on the hub"),
         "--tokenizer": ("tokenizer", str, "bytes (default), or bpe-SIZE, trained on the training text"),
         "--batch-size": ("batch_size", int, "sequences a batch"),
+        "--from": ("start", str, "a checkpoint or run whose weights to begin with"),
         "--seed": ("seed", int, "of start values, data order and dropout (default 0)"),
     },
     "training": {

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from depthlab.cli import main
 from depthlab.lm import checkpoint, commands
@@ -114,6 +116,19 @@ def test_a_resumed_run_needs_none_of_its_options_again(run, story, capsys):
     changed = [name for name in before if before[name] != after[name]]
     assert changed == ["log.jsonl"]  # by its timings
     assert main(["train", "--out", str(run), "--resume", *SMALL, "--data", story, "--keep", "1"]) == 0
+
+
+def test_a_new_run_can_begin_with_the_weights_of_another(run, story, tmp_path, capsys):
+    begin = ["train", *SMALL, "--data", story, "--out", str(tmp_path / "next"), "--from", str(run / "step-000002")]
+    assert main([*begin, "--lr", "1e-9"]) == 0
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (run / "step-000002", tmp_path / "next/step-000004")
+    )
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+    assert "d_model=16, and this model has d_model=128" in sentence(
+        ["train", "--data", story, "--out", str(tmp_path / "other"), "--from", str(run)], capsys
+    )
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_toy_preset_learns(tmp_path):

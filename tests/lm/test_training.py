@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from depthlab.lm import checkpoint, runlog
+from depthlab.lm import checkpoint, runlog, training
 from depthlab.lm.checkpoint import CheckpointError
 from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.runlog import TrainingError
@@ -204,7 +205,7 @@ def test_the_first_bad_step_stops_the_run_before_it_is_applied(tmp_path, value):
     with pytest.raises(NonFiniteError) as caught:
         train(model, stream(), QUICK, tmp_path, quiet=True)
     said = str(caught.value)
-    assert said.startswith(f"Step 5 has the loss {value:g} and a gradient that is not finite")
+    assert said.startswith(f"Step 5 is not finite: its loss is {value:g}, 1 of 1 modules have a gradient")
     assert f"The last good checkpoint is {tmp_path / 'step-000004'}." in said
     report = json.loads((tmp_path / "nonfinite-step-000005.json").read_text())
     assert report["gradient_norms"] == {"table": "nan"}
@@ -218,9 +219,11 @@ def test_a_gradient_that_overflows_under_a_finite_loss_stops_the_run_too(tmp_pat
     class Steep(Bigram):
         def loss(self, tokens, targets):
             loss = super().loss(tokens, targets)
-            return loss + (loss - loss.detach()) * 1e39 if self.training and self.calls == 3 else loss
+            return loss + (loss - loss.detach()) * 3e38 if self.training and self.calls == 3 else loss
 
-    with pytest.raises(NonFiniteError, match="Step 3 has the loss .* and a gradient that is not finite"):
+    with pytest.raises(
+        NonFiniteError, match=r"Step 3 is not finite: its loss is \d.*, 1 of 1 modules have a gradient norm that is not"
+    ):
         train(Steep(), stream(), QUICK, tmp_path, quiet=True)
 
 
@@ -241,11 +244,41 @@ def test_where_steps_are_not_looked_at_one_by_one_no_bad_one_is_saved(tmp_path, 
     monkeypatch.setattr("depthlab.lm.training._checks_every_step", lambda device: False)
     for at, log_every, logged in ((5, 2, [2, 4]), (3, 6, [])):
         out = tmp_path / str(at)
-        with pytest.raises(NonFiniteError, match=f"Step {at} has the loss nan"):
+        with pytest.raises(NonFiniteError, match=f"Step {at} is not finite: its loss is nan"):
             train(Bigram(breaks_at=at), stream(), replace(QUICK, log_every=log_every), out, quiet=True)
         saved = [checkpoint.step_of(p) for p in checkpoint.checkpoints(out)]
         assert saved == list(range(2, at, 2))
         assert [line["step"] for line in runlog.read_log(out)] == logged
+
+
+def test_a_step_that_is_not_looked_at_never_waits_for_the_device(tmp_path, monkeypatch):
+    """Whatever turns a tensor into a Python number waits; so do copies to the CPU."""
+    monkeypatch.setattr("depthlab.lm.training._checks_every_step", lambda device: False)
+    waits: list[str] = []
+    in_step = [False]
+    for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "cpu", "numpy"):
+
+        def spy(real):
+            return lambda self, *arguments: waits.extend([real.__name__] * in_step[0]) or real(self, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, spy(getattr(torch.Tensor, name)))
+    whole = training._step
+
+    def step(*arguments):
+        arguments[0].stream.next_batch = lambda: batch  # what is read on the CPU is no wait
+        in_step[0] = True
+        try:
+            return whole(*arguments)
+        finally:
+            in_step[0] = False
+
+    batch = stream().next_batch()
+    monkeypatch.setattr(training, "_step", step)
+    train(Bigram(), stream(), QUICK, tmp_path / "a", quiet=True)
+    assert waits == []
+    monkeypatch.setattr("depthlab.lm.training._checks_every_step", lambda device: True)
+    train(Bigram(), stream(), QUICK, tmp_path / "b", quiet=True)
+    assert "__int__" in waits  # the spy sees a wait where there is one
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
@@ -326,6 +359,22 @@ def test_resume_takes_the_newest_good_one_and_names_those_it_passed_over(tmp_pat
     assert torch.equal(weights(again), weights(whole))
     assert [line["step"] for line in runlog.read_log(tmp_path)] == [2, 4, 6]
     assert checkpoint.find(tmp_path)[0].name == "step-000006"
+
+
+def test_a_checkpoint_of_another_run_is_passed_over_by_name(tmp_path, capsys):
+    whole = tiny()
+    train(whole, stream(), QUICK, tmp_path / "a", quiet=True)
+    for name, model, batches in (("b", tiny(residual="prenorm"), stream()), ("c", tiny(), stream(seed=9))):
+        train(model, batches, QUICK, tmp_path / name, quiet=True)
+    for name, why in (("b", "residual='prenorm', here 'mgr-competitive'"), ("c", "seed=9, here 1")):
+        shutil.rmtree(tmp_path / "a" / "step-000006")
+        shutil.copytree(tmp_path / name / "step-000006", tmp_path / "a" / "step-000006")
+        again = tiny(seed=2)
+        train(again, stream(), QUICK, tmp_path / "a", resume=True)
+        said = capsys.readouterr().out
+        assert f"The checkpoint {tmp_path / 'a' / 'step-000006'} is of another run ({why})." in said
+        assert f"Going on from {tmp_path / 'a' / 'step-000004'}." in said
+        assert torch.equal(weights(again), weights(whole))
 
 
 def test_resume_begins_anew_without_a_checkpoint_but_not_over_damaged_ones(tmp_path):

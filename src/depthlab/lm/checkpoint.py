@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,24 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"The checkpoint {path} is damaged ({what}).") from None
 
 
-def latest_good(out_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """(path, state, notes): the newest checkpoint that verifies, or None; a note on each newer one that does not."""
-    damaged = []
+def latest_good(
+    out_dir: Path, foreign: Callable[[dict[str, Any]], str] = lambda state: ""
+) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """(path, state, notes): the newest checkpoint that verifies, or None; a note on each newer one that does not.
+
+    Args:
+        foreign: says of a state, in words, why its checkpoint is of another run; empty where it is not.
+    """
+    notes = []
     for path in reversed(checkpoints(out_dir)):
         try:
-            return path, verify(path), damaged
+            state = verify(path)
+            if not (why := foreign(state)):
+                return path, state, notes
+            notes.append(f"The checkpoint {path} is of another run ({why}).")
         except CheckpointError as error:
-            damaged.append(str(error))
-    return None, {}, damaged
+            notes.append(str(error))
+    return None, {}, notes
 
 
 def offer(out_dir: Path) -> str:

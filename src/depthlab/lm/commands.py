@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "data": "sotu",
     "tokenizer": "bytes",
     "batch_size": 8,
+    "start": None,
 }
 PRESET_OPTIONS: dict[str, dict[str, Any]] = {
     "toy": {"lr": 2e-3, "batch_size": 12, "evaluate_every": 50, "evaluate_tokens": 8192},
@@ -42,7 +43,8 @@ def train_run(
 ) -> TrainResult:
     """Train in folder `out`. `given`: options by name; the others are the run's own (`resume`), or defaults.
 
-    Options are `OPTIONS`, the fields of `TrainConfig` and those of the model's config.
+    Options are `OPTIONS`, the fields of `TrainConfig` and those of the model's config; start: a checkpoint, or a run,
+    whose weights the new run begins with.
 
     Raises:
         ValueError: an option out of range, by its name. TrainingError, CheckpointError, DataError: as `train`.
@@ -60,6 +62,9 @@ def train_run(
         check_choice(f"option of {options['model']}", name, [field.name for field in dataclasses.fields(config_type)])
     config = config_type.preset(options["preset"], **{"vocab_size": source.split("train").vocab_size, **shape})
     model = model_type(config, torch.Generator().manual_seed(training.seed)).to(pick_device(device))
+    if options["start"] is not None and not checkpoint.checkpoints(out):
+        path, state, _ = checkpoint.find(options["start"])
+        checkpoint.load(path, model, state=state)
     stream = TokenStream(source.split("train"), options["batch_size"], config.seq_len, training.seed)
     if source.tokenizer is not None and not holds_run(out):
         try:

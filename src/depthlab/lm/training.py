@@ -4,6 +4,7 @@ A model needs `loss(tokens, targets)`, a dataclass `config` with `kind`, `vocab_
 """
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -156,6 +157,7 @@ def train(
     need_fitting_tokens(model, stream, validation)
     settings = {"model": checkpoint.describe(model), "about": about or {}, "training": dataclasses.asdict(config)}
     settings |= {"data": stream.identity(), "validation": validation_id}
+    settings = json.loads(json.dumps(settings))  # as run.json gives them back
     try:
         out.mkdir(parents=True, exist_ok=True)
         with only_runner(out / "lock"):
@@ -214,23 +216,31 @@ def _enter(
     if not resume:
         need_new(out)
     if holds_run(out):
-        _need_same_settings(out, runlog.read_run(out)["settings"], settings)
+        if found := _difference(runlog.read_run(out)["settings"], settings):
+            raise changed(out, *found)
     else:
         parameters = sum(p.numel() for p in model.parameters())
         runlog.write_run(out, {"settings": settings, "parameters": parameters, "made_by": provenance()})
-    good, state, damaged = checkpoint.latest_good(out)
-    if good is None and damaged:
+
+    def foreign(state: dict[str, Any]) -> str:
+        found = _difference(state["settings"], settings)
+        return f"{found[0]}={found[1]!r}, here {found[2]!r}" if found else ""
+
+    good, state, refused = checkpoint.latest_good(out, foreign)
+    if good is None and refused:
         raise checkpoint.CheckpointError(
-            f"{' '.join(damaged)} No other is there; move {out} away to begin anew, or put a good copy back."
+            f"{' '.join(refused)} No other is there; move {out} away to begin anew, or put a good copy back."
         )
     if good is None:
         return 0, [f"{out} has no checkpoint yet; beginning at step 0."] if resume else []
     checkpoint.load(good, model, optimizers, state)
     stream.load_state_dict(state["stream"])
-    return state["step"], [*damaged, f"Going on from {good}."]
+    return state["step"], [*refused, f"Going on from {good}."]
 
 
-def _need_same_settings(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first setting that decides numbers and is not the same, in words, and both values."""
+
     def relevant(settings: dict[str, Any]) -> dict[str, Any]:
         training = {name: value for name, value in settings["training"].items() if name not in FREE}
         return {**settings, "training": training}
@@ -238,7 +248,8 @@ def _need_same_settings(out: Path, before: dict[str, Any], now: dict[str, Any]) 
     if found := runlog.first_difference(relevant(before), relevant(now)):
         name, old, new = found
         label = {"data.sha256": "SHA-256 of the tokens", "validation": "SHA-256 of the validation tokens"}.get(name)
-        raise changed(out, label or name.split(".")[-1], old, new)
+        return label or name.split(".")[-1], old, new
+    return None
 
 
 def cannot_write(out_dir: str | Path, error: OSError) -> TrainingError:
@@ -320,8 +331,8 @@ def _need_finite(run: _Run, batches: Sequence[Tensor] = ()) -> None:
         report["signals"] = [row for batch in batches[:1] for row in sentry.signal_norms(run.model, batch)]
     path = sentry.write_report(run.out, report)
     raise sentry.NonFiniteError(
-        f"Step {report['step']} has the loss {report['loss']:g} and a gradient that is not finite "
-        f"({sentry.describe(report)}; all norms are in {path}); lower the learning rate. {offer(run.out)}"
+        f"Step {report['step']} is not finite: its loss is {report['loss']:g}, {sentry.describe(report)} (all norms "
+        f"are in {path}). Begin a run with a lower rate. {offer(run.out)}"
     )
 
 
