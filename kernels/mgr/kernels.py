@@ -25,10 +25,10 @@ from depthlab.kernels.mgr.tiles import (
     hold_row,
     hold_tiles,
     load_bias,
-    load_kept,
+    load_numbers,
     load_row,
     next_visit,
-    store_kept,
+    store_numbers,
     store_row,
     store_tile,
 )
@@ -94,7 +94,7 @@ def layer_fwd_kernel(
     mixed_ptr,  # [tokens, N, C]; not used by "read"
     pooled_ptr,  # [tokens, C]
     beta_ptr,  # [tokens, N]
-    kept_ptr,  # [tokens, N, 4]: z, a, r, r_m, which the backward would have to sum up again; used if KEEP
+    kept_ptr,  # [tokens, 4 N + 1]: z, r, a, r_m, rho, which the backward would have to sum up again; used if KEEP
     n_tokens,
     eps,
     KEEP: tl.constexpr,
@@ -129,8 +129,6 @@ def layer_fwd_kernel(
         f_held = hold_row(f_ptr, C, BLOCK_C, VEC, HELD and KIND != "read")
 
         beta = tl.zeros([N_PAD], tl.float32)
-        z = beta
-        r = beta
         if MIXES:  # (1), (2), (3)
             squares = 0.0
             along = 0.0
@@ -181,9 +179,15 @@ def layer_fwd_kernel(
                 store_tile(mixed_ptr + at * N * C, m, rows, cols, N, C)
             store_row(pooled_ptr + at * C, rho * tl.sum(alpha[:, None] * m, 0), cols, C)
         if MIXES:
-            tl.store(beta_ptr + at * N + rows, beta, mask=rows < N)
+            store_numbers(beta_ptr + at * N, beta, rows, N)
         if KEEP:
-            store_kept(kept_ptr + at * N * 4, z, a, r, r_m, rows, N)
+            kept = kept_ptr + at * (4 * N + 1)
+            if MIXES:
+                store_numbers(kept, z, rows, N)
+                store_numbers(kept + N, r, rows, N)
+            store_numbers(kept + 2 * N, a, rows, N)
+            store_numbers(kept + 3 * N, r_m, rows, N)
+            tl.store(kept + 4 * N, rho)
 
 
 @triton.jit
@@ -201,7 +205,6 @@ def layer_bwd_kernel(
     d_update_ptr,  # as update
     d_weights_ptr,  # [programs, 2 C + N], zero if not HELD: of w_gate, w_pool, bias, from a program's tokens
     n_tokens,
-    eps,
     HAS_D_MIXED: tl.constexpr,
     HAS_D_BETA: tl.constexpr,
     KIND: tl.constexpr,
@@ -245,16 +248,19 @@ def layer_bwd_kernel(
         s_held = hold_tiles(s_ptr, rows, N_IN, C, BLOCK_C, VEC, HELD)
         f_held = hold_row(f_ptr, C, BLOCK_C, VEC, HELD and KIND != "read")
         g_held = hold_row(g_ptr, C, BLOCK_C, VEC, HELD)
-        d_m_held = hold_tiles(d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED)
 
-        z, a, r, r_m = load_kept(kept_ptr + at * N * 4, rows, N)
+        kept = kept_ptr + at * (4 * N + 1)
         beta = tl.zeros([N_PAD], tl.float32)
         if MIXES:  # (3) again
+            z = load_numbers(kept, rows, N)
+            r = load_numbers(kept + N, rows, N)
             beta, beta_0 = gates(z, bias, rows, N, KIND)
+        a = load_numbers(kept + 2 * N, rows, N)
+        r_m = load_numbers(kept + 3 * N, rows, N)
+        rho = tl.load(kept + 4 * N)
         alpha = softmax(a, rows, N)  # (6) again
 
         gm = 0.0
-        pp = 0.0
         pm = 0.0
         for i in tl.static_range(BLOCKS):  # (9): g_p = rho g - shrink p
             cols = i * BLOCK_C + first
@@ -265,19 +271,19 @@ def layer_bwd_kernel(
             gm = add(gm, m * g, i)
             if NORMALIZE:
                 p = tl.sum(alpha[:, None] * m, 0)
-                pp = add(pp, p * p, i)
                 pm = add(pm, m * p[None, :], i)
         gm = tl.sum(gm, 1)
-        rho = 1.0
         shrink = 0.0
         if NORMALIZE:
-            rho = inverse_rms(tl.sum(pp, 0), eps, C)
             shrink = rho * rho * rho * tl.sum(alpha * gm, 0) / C
             gm = rho * gm - shrink * tl.sum(pm, 1)
         d_a = alpha * (gm - tl.sum(alpha * gm, 0))  # (10)
         to_w_pool = d_a * r_m * scale
         to_m = d_a * a * r_m * r_m / C
 
+        d_m_held = hold_tiles(
+            d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED
+        )  # as late as can be: registers are short
         if MIXES:  # (11), (13)
             next_visit(HELD)
             d_beta = 0.0
@@ -293,7 +299,7 @@ def layer_bwd_kernel(
                 d_beta = add(d_beta, d_m * (f[None, :] - s), i)
             d_beta = tl.sum(d_beta, 1)
             if HAS_D_BETA:
-                d_beta += tl.load(d_beta_ptr + at * N + rows, mask=rows < N, other=0.0).to(tl.float32)
+                d_beta += load_numbers(d_beta_ptr + at * N, rows, N)
             if KIND == "competitive":  # (14c)
                 mean = tl.sum(beta * d_beta, 0)
                 d_z = beta * (d_beta - mean)

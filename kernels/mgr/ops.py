@@ -36,7 +36,7 @@ def layer(
     eps: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Equations (1) to (8): streams [.., n, C], pooled [.., C], beta [.., n], and what the backward needs, [.., n, 4].
+    """Equations (1) to (8): streams [.., n, C], pooled [.., C], beta [.., n], and what the backward needs, [.., 4n + 1].
 
     What a kind does not make, or nobody wants to `keep`, is empty.
     """
@@ -46,8 +46,8 @@ def layer(
     n = streams.shape[-2] + (kind == "append")
     arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool)]
     how = kernels.launch_choice(n, streams.shape[-1], backward=False)
-    arguments += [mixed, pooled, beta, kept]
-    _launch(kernels.layer_fwd_kernel, how, pooled, n, kind, normalize, eps, arguments, {"KEEP": keep})
+    arguments += [mixed, pooled, beta, kept, _tokens(pooled), eps]
+    _launch(kernels.layer_fwd_kernel, how, pooled, n, kind, normalize, arguments, {"KEEP": keep})
     return outputs
 
 
@@ -80,8 +80,8 @@ def layer_backward(
     new = torch.empty if how.constants["HELD"] else torch.zeros  # the kernel adds to what it cannot hold
     d_weights = new(rows, 2 * width + n, dtype=torch.float32, device=streams.device)
     flags = {"HAS_D_MIXED": d_mixed is not None, "HAS_D_BETA": d_beta is not None}
-    arguments += [d_streams, d_update, d_weights]
-    _launch(kernels.layer_bwd_kernel, how, d_pooled, n, kind, normalize, eps, arguments, flags)
+    arguments += [d_streams, d_update, d_weights, _tokens(d_pooled)]
+    _launch(kernels.layer_bwd_kernel, how, d_pooled, n, kind, normalize, arguments, flags)
     total = d_weights.sum(0)
     d_w_gate, d_w_pool, d_bias = total[:width], total[width : 2 * width], total[2 * width :]
     absent = streams.new_empty(0)
@@ -99,7 +99,7 @@ def _outputs(streams: Tensor, update: Tensor | None, kind: str, keep: bool) -> t
     *lead, n, width = streams.shape
     mixed = stored.new_empty([0] if kind == "read" else [*lead, n + (kind == "append"), width])
     beta = streams.new_empty([0] if kind in ("read", "append") else [*lead, n], dtype=torch.float32)
-    kept = streams.new_empty([*lead, n + (kind == "append"), 4] if keep else [0], dtype=torch.float32)
+    kept = streams.new_empty([*lead, 4 * (n + (kind == "append")) + 1] if keep else [0], dtype=torch.float32)
     return mixed, stored.new_empty([*lead, width]), beta, kept
 
 
@@ -168,9 +168,13 @@ def _dense(x: Tensor | None, instead: Tensor) -> Tensor:
     return (instead if x is None else x).contiguous()
 
 
+def _tokens(pooled: Tensor) -> int:
+    return pooled.numel() // pooled.shape[-1]
+
+
 def _programs(how, pooled: Tensor) -> int:
     """As many as are at work at once, less what the last round would leave idle."""
-    tokens = pooled.numel() // pooled.shape[-1]
+    tokens = _tokens(pooled)
     at_once = how.programs * _multiprocessors(pooled.device) if pooled.is_cuda else INTERPRETED_PROGRAMS
     rounds = max(1, math.ceil(tokens / at_once))
     return math.ceil(tokens / rounds)
@@ -181,13 +185,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _launch(kernel, how, pooled: Tensor, n: int, kind: str, normalize: bool, eps: float, tensors, flags) -> None:
+def _launch(kernel, how, pooled: Tensor, n: int, kind: str, normalize: bool, arguments: list, flags: dict) -> None:
     import triton
 
-    width = pooled.shape[-1]
-    tokens = pooled.numel() // width
-    if tokens == 0:
+    if pooled.numel() == 0:
         return
-    shape = {"KIND": kind, "NORMALIZE": normalize, "N": n, "N_PAD": triton.next_power_of_2(n), "C": width}
+    shape = {"KIND": kind, "NORMALIZE": normalize, "N": n, "N_PAD": triton.next_power_of_2(n), "C": pooled.shape[-1]}
     with torch.cuda.device_of(pooled):  # Triton launches on the current device, whatever the tensors' is
-        kernel[(_programs(how, pooled),)](*tensors, tokens, eps, **flags, **shape, **how.constants, num_warps=how.warps)
+        kernel[(_programs(how, pooled),)](*arguments, **flags, **shape, **how.constants, num_warps=how.warps)

@@ -46,22 +46,16 @@ def store_row(ptr, row, cols, C: tl.constexpr):
 
 
 @triton.jit
-def store_kept(ptr, z, a, r, r_m, rows, N: tl.constexpr):
-    """Four numbers a stream side by side, so that a token's are one store of whole sectors: [N, 4]."""
-    four = tl.join(tl.join(z, r), tl.join(a, r_m))  # [N_PAD, 2, 2]
-    two = tl.arange(0, 2)
-    at = rows[:, None, None] * 4 + two[None, :, None] * 2 + two[None, None, :]
-    tl.store(ptr + at, four, mask=(rows < N)[:, None, None])
+def store_numbers(ptr, x, rows, N: tl.constexpr):
+    """One number a stream, each by itself: every thread holds all N, and a vector would go through shared memory."""
+    for i in tl.static_range(N):
+        tl.store(ptr + i, tl.sum(tl.where(rows == i, x, 0.0), 0))
 
 
 @triton.jit
-def load_kept(ptr, rows, N: tl.constexpr):
-    two = tl.arange(0, 2)
-    at = rows[:, None, None] * 4 + two[None, :, None] * 2 + two[None, None, :]
-    zr, am = tl.split(tl.load(ptr + at, mask=(rows < N)[:, None, None], other=0.0))
-    z, r = tl.split(zr)
-    a, r_m = tl.split(am)
-    return z, a, r, r_m
+def load_numbers(ptr, rows, N: tl.constexpr):
+    """One number a stream, zero where padded: [N_PAD]."""
+    return tl.load(ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
 
 
 @triton.jit
