@@ -200,7 +200,11 @@ _TRAIN_OPTIONS: dict[str, dict[str, tuple[str, type, str]]] = {
         "--log-every": ("log_every", int, "steps between lines of the log (default 10)"),
         "--evaluate-every": ("evaluate_every", int, "steps between validations; 0: only at the end"),
         "--evaluate-tokens": ("evaluate_tokens", int, "validate on the first so many; 0: all"),
-        "--checkpoint-every": ("checkpoint_every", int, "steps between checkpoints; 0 (default): only at the end"),
+        "--checkpoint-every": (
+            "checkpoint_every",
+            int,
+            "steps between checkpoints (default 500, toy 50); 0: only at the end",
+        ),
         "--keep": ("keep", int, "newest checkpoints to keep; 0 (default): all"),
     },
 }

@@ -322,3 +322,13 @@ def test_prompts_and_counts_out_of_range_are_named(run, capsys):
     assert "temperature=-1.0 is not allowed" in sentence(["generate", str(run), "--temperature", "-1"], capsys)
     assert "max_tokens=0" in sentence(["eval", str(run), "--tokens", "0"], capsys)
     assert "split='middle' has no text here" in sentence(["eval", str(run), "--split", "middle"], capsys)
+
+
+def test_a_run_goes_on_when_nobody_reads_its_progress(tmp_path, story):
+    out = tmp_path / "out"
+    options = [*SMALL, "--steps", "40", "--data", story, "--out", str(out)]
+    command = f"{sys.executable} -m depthlab train {' '.join(options)} | head -n 1"
+    environment = {**os.environ, "CI": ""}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+    assert checkpoint.step_of(checkpoint.find(out)[0]) == 40

@@ -213,8 +213,7 @@ def load(
     """
     state = verify(path) if state is None else state
     need_same_model(path, state["model"], model)
-    device = next(model.parameters()).device
-    load_model(model, str(path / "model.safetensors"), device=str(device))
+    load_model(model, str(path / "model.safetensors"))
     if optimizers is not None:
         tree = _unpack(state["packed"], load_file(str(path / "optimizer.safetensors")))
         if len(tree["optimizers"]) != len(optimizers):

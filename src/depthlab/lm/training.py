@@ -3,6 +3,7 @@
 A model needs `loss(tokens, targets)`, a dataclass `config` with `kind`, `vocab_size` and `seq_len`, and parameters.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -64,7 +65,7 @@ class TrainConfig:
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_tokens: int = 0
-    checkpoint_every: int = 0
+    checkpoint_every: int = 500
     keep: int = 0
 
     def __post_init__(self) -> None:
@@ -114,7 +115,6 @@ class _Run:
     quiet: bool
     since: float = 0.0  # when the clock of ms_per_step started, and how many steps it has seen
     timed: int = 0
-    last_line: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +122,8 @@ class _Run:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            print(text, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # `depthlab train | head`: a run goes on when nobody reads
+                print(text, flush=True)
 
 
 def train(
