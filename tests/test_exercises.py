@@ -1,8 +1,10 @@
 """Student copies come from the solved notebooks, hold no solution, and fail helpfully until they are filled in."""
 
 import html
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,6 +16,13 @@ from depthlab.nbtools.exercises import STUB, solution_lines
 ROOT = Path(__file__).parents[1]
 SOLVED = [p for p in nbtools.find(ROOT / "notebooks") if any(SOLUTION in tags(c) for c in code_cells(nbtools.read(p)))]
 each_solved = pytest.mark.parametrize("path", SOLVED, ids=lambda path: path.name)
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """What a notebook's first cell sets (Triton's interpreter, say) ends with its test."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def student(path: Path) -> Path:

@@ -292,6 +292,31 @@ def test_flags_are_strict():
     assert "-n 2 --dist loadscope" in flags and "--nbval-lax" not in flags and "nbval.cfg" in flags
 
 
+def test_a_notebook_on_triton_is_left_out_in_a_sentence_where_there_is_none(tmp_path, monkeypatch, capsys):
+    import importlib.util
+
+    from depthlab.nbtools import policy
+
+    first = "#md" + FIRST.replace("**Needs** CPU", "**Needs** CPU and triton (Linux)")
+    path = save(tmp_path / "01_kernels.ipynb", first, "raise SystemExit('ran')")
+    other = save(tmp_path / "02_other.ipynb", "#md" + FIRST, "x = 1")
+    before = path.read_bytes()
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else spec(name, *a))
+    sentence = "skipped 01_kernels.ipynb needs triton, which is not installed here (it exists for Linux only)"
+    assert nbtools.run([path], in_place=True) == 0
+    assert capsys.readouterr().out.splitlines()[0] == sentence and path.read_bytes() == before
+    ran = []
+    monkeypatch.setattr(policy, "problems", lambda path: [])
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, env: ran.append(command) or subprocess.CompletedProcess(command, 0)
+    )
+    assert nbtools.check([path, other]) == 0 and sentence in capsys.readouterr().out
+    assert str(other) in ran[0] and str(path) not in ran[0]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
+    assert nbtools.cannot_run(path) is None, "where triton is, it runs"
+
+
 # ---- headers --------------------------------------------------------------------------------------------------------
 
 NEEDS = (

@@ -6,13 +6,14 @@ Reading needs only the standard library; executing needs the extra ``depthlab[no
 from depthlab.nbtools.document import find, normalise, read, write
 from depthlab.nbtools.execute import KERNEL_ENV, check, run
 from depthlab.nbtools.exercises import student_copy, write_exercises
-from depthlab.nbtools.headers import Header, header, readme_table, sync_colab, write_readme_table
+from depthlab.nbtools.headers import Header, cannot_run, header, readme_table, sync_colab, write_readme_table
 from depthlab.nbtools.session import Start, outside_tested_range, start
 
 __all__ = [
     "KERNEL_ENV",
     "Header",
     "Start",
+    "cannot_run",
     "check",
     "find",
     "header",

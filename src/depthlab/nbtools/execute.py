@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from depthlab.nbtools.document import Cell, Notebook, code_cells, find, normalise, printed, read, write
+from depthlab.nbtools.headers import cannot_run
 
 CELL_TIMEOUT = 120.0  # seconds
 SANITIZE = "nbval.cfg"  # beside the notebooks
@@ -47,14 +48,15 @@ def run(
     """Execute each notebook in a fresh kernel whose working directory is the notebook's folder; 0 when all is well.
 
     One line a notebook: name, seconds, checks passed, peak memory; then the total. A failing check, a dead kernel or a
-    cell that takes over `cell_timeout` seconds is named in one line and the other notebooks still run.
+    cell that takes over `cell_timeout` seconds is named in one line and the other notebooks still run. One that needs
+    triton where there is none is left out, and a line says so.
 
     Args:
         paths: notebooks; None means all numbered ones in ``notebooks/``.
         in_place: write results over the notebooks themselves, and only when nothing went wrong. Otherwise executed
             copies go to `out_dir`, the failing ones included, with the traceback to look at.
     """
-    chosen = _chosen(paths)
+    chosen = _runnable(_chosen(paths))
     started, failures, checks = time.perf_counter(), 0, 0
     for path in chosen:
         if sys.stdout.isatty():
@@ -126,7 +128,8 @@ def execute(path: str | Path, cell_timeout: float = CELL_TIMEOUT) -> Outcome:
 def check(paths: Sequence[str | Path] | None = None, cell_timeout: float = CELL_TIMEOUT) -> int:
     """Hold notebooks against the policy, then re-run them under strict nbval; 0 when both are satisfied.
 
-    `paths` defaults to all numbered notebooks in ``notebooks/``. One with no code at all has nothing to re-run.
+    `paths` defaults to all numbered notebooks in ``notebooks/``. One with no code at all has nothing to re-run; one
+    that needs triton where there is none is held against the policy only, and a line says so.
     """
     from depthlab.nbtools.policy import problems
 
@@ -134,7 +137,7 @@ def check(paths: Sequence[str | Path] | None = None, cell_timeout: float = CELL_
     found = [problem for path in chosen for problem in problems(path)]
     for problem in found:
         print(problem)
-    runnable = [path for path in chosen if code_cells(read(path))]
+    runnable = [path for path in _runnable(chosen) if code_cells(read(path))]
     if not runnable:
         return 1 if found else 0
     command = [sys.executable, "-m", "pytest", *nbval_flags(runnable[0].parent, cell_timeout), *map(str, runnable)]
@@ -155,6 +158,14 @@ def _chosen(paths: Sequence[str | Path] | None) -> list[Path]:
     if not chosen:
         raise ValueError("No notebook was given and this installation holds none; give paths, or work in a checkout.")
     return chosen
+
+
+def _runnable(paths: Sequence[Path]) -> list[Path]:
+    """Those that can run here; a line says why each of the others cannot."""
+    why = {path: cannot_run(path) for path in paths if path.exists()}
+    for sentence in filter(None, why.values()):
+        print(f"skipped {sentence}", flush=True)
+    return [path for path in paths if not why.get(path)]
 
 
 def _this_python():

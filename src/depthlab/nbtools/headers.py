@@ -1,5 +1,6 @@
 """The first cell of a notebook: what it needs and what it costs; the README's table and the Colab link made from it."""
 
+import importlib.util
 import re
 import tomllib
 from collections.abc import Sequence
@@ -68,6 +69,20 @@ def header(path: str | Path, notebook: Notebook | None = None) -> Header:
         needs["download"],
         needs["before"],
     )
+
+
+def cannot_run(path: str | Path, notebook: Notebook | None = None) -> str | None:
+    """One sentence when the Needs line names triton and it is not installed here; None when the notebook can run.
+
+    A notebook without a complete first cell can run: the policy judges it.
+    """
+    try:
+        needs = header(path, notebook).device
+    except ValueError:
+        return None
+    if "triton" not in needs or importlib.util.find_spec("triton") is not None:
+        return None
+    return f"{Path(path).name} needs triton, which is not installed here (it exists for Linux only)"
 
 
 def readme_table(folder: str | Path | None = None) -> str:
