@@ -1,6 +1,10 @@
 """The benchmark in a few seconds, for a notebook on a machine with a GPU."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from io import StringIO
 
 import pandas as pd
 import torch
@@ -39,3 +43,21 @@ def measure_here(
         for name in implementations
     ]
     return pd.DataFrame(found)
+
+
+def measure_apart() -> pd.DataFrame:
+    """`measure_here` with its defaults in a process of its own: for a notebook whose own kernels are interpreted.
+
+    Raises RuntimeError with the last line that the process wrote when it failed.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "depthlab.kernels.bench.live"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]
+        raise RuntimeError(f"The live benchmark failed: {last[0]}")
+    return pd.read_json(StringIO(done.stdout), orient="records")
+
+
+if __name__ == "__main__":
+    print(measure_here().to_json(orient="records"))

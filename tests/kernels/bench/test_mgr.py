@@ -206,3 +206,22 @@ def test_the_live_benchmark_gives_a_row_an_implementation(pretend) -> None:
     found = live.measure_here(16, 3, 20, device="cpu", samples=2)
     assert list(found.implementation) == ["eager", "triton"]
     assert (found.forward_ms > 0).all() and (found.copy_gbps > 0).all()
+
+
+def test_the_live_benchmark_runs_apart_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
+        seen.append((command[1:], env))
+        return subprocess.CompletedProcess(command, 0, '[{"implementation":"eager","both_ms":2.5}]\n', "")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(live.subprocess, "run", run)
+    found = live.measure_apart()
+    assert found.to_dict("records") == [{"implementation": "eager", "both_ms": 2.5}]
+    ((command, environment),) = seen
+    assert command == ["-m", "depthlab.kernels.bench.live"] and "TRITON_INTERPRET" not in environment
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nGateFailed: the streams are off\n")
+    monkeypatch.setattr(live.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match="The live benchmark failed: GateFailed: the streams are off"):
+        live.measure_apart()
