@@ -13,9 +13,11 @@ from depthlab import data
 from depthlab.data import DataError, Text, cache_dir
 from depthlab.data.files import gist, sha256
 from depthlab.lm.tokens import Tokens, as_tokens, read_tokens, write_tokens
-from depthlab.runs import write_atomic
+from depthlab.runs import in_ci, write_atomic
 
 _TRAIN, _VALIDATION = 0.9, 0.05  # shares of a source that brings no splits; the rest is for testing
+
+_LONG = 2_000_000  # characters, some seconds of work
 
 
 class Tokenizer(Protocol):
@@ -86,6 +88,7 @@ def train_bpe(text: str, vocab_size: int) -> BPETokenizer:
     cached = cache_dir() / "bpe" / f"{key}.json"
     if cached.exists():
         return BPETokenizer(_read_checked(cached))
+    _mention_long_work(text, f"training a BPE of {vocab_size} tokens")
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
@@ -201,9 +204,15 @@ def _encode(text: str, tokenizer: Tokenizer, split: str, source: str) -> Tokens 
     cached = cache_dir() / "tokens" / f"{sha256(raw)[:16]}-{tokenizer.name}.tokens"
     if not cached.exists():
         cached.parent.mkdir(parents=True, exist_ok=True)
+        _mention_long_work(text, f"encoding {label}")
         pieces = [tokenizer.encode(text)]
         write_tokens(cached, pieces, tokenizer.vocab_size, tokenizer=tokenizer.name, n_bytes=len(raw))
     return read_tokens(cached)
+
+
+def _mention_long_work(text: str, work: str) -> None:
+    if len(text) > _LONG and not in_ci():
+        print(f"{work} ({len(text):,} characters; once, then it comes from the cache)", flush=True)
 
 
 def _of_file(tokens: Tokens, tokenizer: Tokenizer | str) -> Corpus:
