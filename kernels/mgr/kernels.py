@@ -44,6 +44,25 @@ def add(total, x, i: tl.constexpr):
 
 
 @triton.jit
+def own_tokens(n_tokens, n_long, long_tokens):
+    """Start, stop and step of this program's tokens.
+
+    The first n_long programs share the first long_tokens tokens. The others take the rest, a few each: they start as
+    the first ones finish, so that no multiprocessor waits for a slower one.
+    """
+    program = tl.program_id(0)
+    if program < n_long:
+        start = program
+        stop = long_tokens
+        step = n_long
+    else:
+        start = long_tokens + program - n_long
+        stop = n_tokens
+        step = tl.num_programs(0) - n_long
+    return start, stop, step
+
+
+@triton.jit
 def inverse_rms(squares, eps, C: tl.constexpr):
     """Equation (1) from the sum of squares."""
     return tl.rsqrt(squares / C + eps)
@@ -96,6 +115,8 @@ def layer_fwd_kernel(
     beta_ptr,  # [tokens, N]
     kept_ptr,  # [tokens, 4 N + 1]: z, r, a, r_m, rho, which the backward would have to sum up again; used if KEEP
     n_tokens,
+    n_long,
+    long_tokens,
     eps,
     KEEP: tl.constexpr,
     KIND: tl.constexpr,
@@ -121,7 +142,8 @@ def layer_fwd_kernel(
         w_gate_held = hold_row(w_gate_ptr, C, BLOCK_C, VEC, HELD_WEIGHTS)
         bias = load_bias(bias_ptr, rows, N, KIND)
 
-    for token in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0), num_stages=STAGES):
+    start, stop, step = own_tokens(n_tokens, n_long, long_tokens)
+    for token in tl.range(start, stop, step, num_stages=STAGES):
         at = tl.cast(token, tl.int64)
         s_ptr = streams_ptr + at * N_IN * C
         f_ptr = update_ptr + at * C
@@ -205,6 +227,8 @@ def layer_bwd_kernel(
     d_update_ptr,  # as update
     d_weights_ptr,  # [programs, 2 C + N], zero if not HELD: of w_gate, w_pool, bias, from a program's tokens
     n_tokens,
+    n_long,
+    long_tokens,
     HAS_D_MIXED: tl.constexpr,
     HAS_D_BETA: tl.constexpr,
     KIND: tl.constexpr,
@@ -239,7 +263,8 @@ def layer_bwd_kernel(
             d_w_gate = d_w_gate + (tl.zeros([BLOCK_C], tl.float32),)
             d_w_pool = d_w_pool + (tl.zeros([BLOCK_C], tl.float32),)
 
-    for token in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0), num_stages=STAGES):
+    start, stop, step = own_tokens(n_tokens, n_long, long_tokens)
+    for token in tl.range(start, stop, step, num_stages=STAGES):
         at = tl.cast(token, tl.int64)
         s_ptr = streams_ptr + at * N_IN * C
         f_ptr = update_ptr + at * C
@@ -248,6 +273,8 @@ def layer_bwd_kernel(
         s_held = hold_tiles(s_ptr, rows, N_IN, C, BLOCK_C, VEC, HELD)
         f_held = hold_row(f_ptr, C, BLOCK_C, VEC, HELD and KIND != "read")
         g_held = hold_row(g_ptr, C, BLOCK_C, VEC, HELD)
+        if BLOCKS > 1:
+            d_m_held = hold_tiles(d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED)
 
         kept = kept_ptr + at * (4 * N + 1)
         beta = tl.zeros([N_PAD], tl.float32)
@@ -281,9 +308,8 @@ def layer_bwd_kernel(
         to_w_pool = d_a * r_m * scale
         to_m = d_a * a * r_m * r_m / C
 
-        d_m_held = hold_tiles(
-            d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED
-        )  # as late as can be: registers are short
+        if BLOCKS == 1:  # as late as can be: registers are short; of several blocks each is short enough
+            d_m_held = hold_tiles(d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED)
         if MIXES:  # (11), (13)
             next_visit(HELD)
             d_beta = 0.0
@@ -358,11 +384,17 @@ def layer_bwd_kernel(
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: the kernel's own constants, warps a program, programs a multiprocessor."""
+    """How a kernel is launched.
+
+    constants: the kernel's own. programs: at work at once on one multiprocessor. long_share: of the tokens, dealt out
+    evenly to those; short_tokens: the size of the portions of the rest.
+    """
 
     constants: dict[str, int | bool]
     warps: int
     programs: int
+    long_share: float = 0.8
+    short_tokens: int = 4
 
 
 def launch_choice(n: int, width: int, *, backward: bool) -> Launch:

@@ -7,6 +7,7 @@ at them nor looks inside. Both are deterministic: a program sums its own tokens'
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +37,9 @@ def layer(
     eps: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Equations (1) to (8): streams [.., n, C], pooled [.., C], beta [.., n], and what the backward needs, [.., 4n + 1].
+    """Equations (1) to (8): streams [.., n, C], pooled [.., C], beta [.., n]; if `keep`, for the backward, [.., 4n+1].
 
-    What a kind does not make, or nobody wants to `keep`, is empty.
+    What a kind does not make is empty.
     """
     from depthlab.kernels.mgr import kernels
 
@@ -46,8 +47,9 @@ def layer(
     n = streams.shape[-2] + (kind == "append")
     arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool)]
     how = kernels.launch_choice(n, streams.shape[-1], backward=False)
-    arguments += [mixed, pooled, beta, kept, _tokens(pooled), eps]
-    _launch(kernels.layer_fwd_kernel, how, pooled, n, kind, normalize, arguments, {"KEEP": keep})
+    shares = _shares(how, pooled)
+    arguments += [mixed, pooled, beta, kept, *shares[1:], eps]
+    _launch(kernels.layer_fwd_kernel, how, shares, pooled, n, kind, normalize, arguments, {"KEEP": keep})
     return outputs
 
 
@@ -76,12 +78,12 @@ def layer_backward(
     tensors = (streams, update, w_gate, bias, w_pool, kept, d_mixed, d_pooled, d_beta)
     arguments = [_dense(x, streams) for x in tensors]
     how = kernels.launch_choice(n, width, backward=True)
-    rows = _programs(how, d_pooled)
+    shares = _shares(how, d_pooled)
     new = torch.empty if how.constants["HELD"] else torch.zeros  # the kernel adds to what it cannot hold
-    d_weights = new(rows, 2 * width + n, dtype=torch.float32, device=streams.device)
+    d_weights = new(shares.programs, 2 * width + n, dtype=torch.float32, device=streams.device)
     flags = {"HAS_D_MIXED": d_mixed is not None, "HAS_D_BETA": d_beta is not None}
-    arguments += [d_streams, d_update, d_weights, _tokens(d_pooled)]
-    _launch(kernels.layer_bwd_kernel, how, d_pooled, n, kind, normalize, arguments, flags)
+    arguments += [d_streams, d_update, d_weights, *shares[1:]]
+    _launch(kernels.layer_bwd_kernel, how, shares, d_pooled, n, kind, normalize, arguments, flags)
     total = d_weights.sum(0)
     d_w_gate, d_w_pool, d_bias = total[:width], total[width : 2 * width], total[2 * width :]
     absent = streams.new_empty(0)
@@ -168,16 +170,22 @@ def _dense(x: Tensor | None, instead: Tensor) -> Tensor:
     return (instead if x is None else x).contiguous()
 
 
-def _tokens(pooled: Tensor) -> int:
-    return pooled.numel() // pooled.shape[-1]
+class _Shares(NamedTuple):
+    """How tokens are dealt out to programs: see `own_tokens` of kernels.py."""
+
+    programs: int
+    n_tokens: int
+    n_long: int
+    long_tokens: int
 
 
-def _programs(how, pooled: Tensor) -> int:
-    """As many as are at work at once, less what the last round would leave idle."""
-    tokens = _tokens(pooled)
+def _shares(how, pooled: Tensor) -> _Shares:
+    tokens = pooled.numel() // pooled.shape[-1]
     at_once = how.programs * _multiprocessors(pooled.device) if pooled.is_cuda else INTERPRETED_PROGRAMS
-    rounds = max(1, math.ceil(tokens / at_once))
-    return math.ceil(tokens / rounds)
+    rounds = int(how.long_share * tokens / at_once)
+    n_long = at_once if rounds else 0
+    n_short = math.ceil((tokens - rounds * n_long) / how.short_tokens)
+    return _Shares(n_long + n_short, tokens, n_long, rounds * n_long)
 
 
 @lru_cache
@@ -185,11 +193,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _launch(kernel, how, pooled: Tensor, n: int, kind: str, normalize: bool, arguments: list, flags: dict) -> None:
+def _launch(kernel, how, shares: _Shares, pooled: Tensor, n: int, kind: str, normalize: bool, arguments, flags) -> None:
     import triton
 
     if pooled.numel() == 0:
         return
     shape = {"KIND": kind, "NORMALIZE": normalize, "N": n, "N_PAD": triton.next_power_of_2(n), "C": pooled.shape[-1]}
     with torch.cuda.device_of(pooled):  # Triton launches on the current device, whatever the tensors' is
-        kernel[(_programs(how, pooled),)](*arguments, **flags, **shape, **how.constants, num_warps=how.warps)
+        kernel[(shares.programs,)](*arguments, **flags, **shape, **how.constants, num_warps=how.warps)
