@@ -49,7 +49,8 @@ def build(
         n_streams: n of hc, mhc-lite (at most 5) and mgr (at most 16); the other three ignore it.
         normalize: True: what a sublayer reads comes RMS-normalised, so sublayers carry no norm of their own in front;
             False: the raw read (theory, tests).
-        backend: "auto" or "torch"; torch runs everywhere so far. "triton" raises until MGR's kernels exist.
+        backend: of mgr's kernels: "auto" (Triton on GPUs that can run it), "torch", or "triton", which raises where it
+            cannot run and for the schemes that have no kernels.
         recompute: None; recomputing streams instead of storing them does not exist yet.
 
     Returns:
