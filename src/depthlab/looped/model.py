@@ -28,10 +28,11 @@ class Held(NamedTuple):
 class Pass(NamedTuple):
     """What all loops made of tokens [B, T].
 
-    states: the state at the end of each loop, before its norm, K of [B, T, C]. outputs: the same after it.
+    h: the last loop's output [B, T, C]. outputs: those of all loops. states: the same before their norm.
     loops_used: int64 [B, T], below K only for tokens that stopped early.
     """
 
+    h: Tensor
     states: list[Tensor]
     outputs: list[Tensor]
     loops_used: Tensor
@@ -99,10 +100,11 @@ class LoopedTransformer(nn.Module):
     """L blocks applied K times in one of five variants, in the published setting.
 
     Rotary positions and then QK-norm, ReLU^2 MLP, no biases, RMSNorm without weights, untied head, soft-capped logits.
-    All variants have the same parameters. Weights are float32; run it in bfloat16 by autocast (the state stays float32).
+    All variants have the same parameters. Weights are float32; run it in bfloat16 by autocast, which leaves the state
+    in float32.
 
     With torch.compile around `loss` or the model, one loop is compiled and called K times: what compiling costs does
-    not grow with K.
+    not grow with K. Checkpointed loops are not compiled.
 
     Args:
         config: its shape.
@@ -159,7 +161,7 @@ class LoopedTransformer(nn.Module):
                 integers in the vocabulary, or beyond seq_len; a cache of another K, variant, batch or model, or full.
         """
         found = self.run(tokens, n_loops, cache, stop_below)
-        logits = head_logits(found.outputs[-1], self.lm_head.weight, self.config.soft_cap)
+        logits = head_logits(found.h, self.lm_head.weight, self.config.soft_cap)
         return (logits, found.states) if return_loops else logits
 
     def loss(self, tokens: Tensor, targets: Tensor, n_loops: int | None = None, objective: str | None = None) -> Tensor:
@@ -173,14 +175,11 @@ class LoopedTransformer(nn.Module):
         n_loops = self._loops(n_loops)
         if self.config.backprop_loops is not None:
             need_differentiated(self.config.backprop_loops, objective, n_loops)
-        outputs = self.run(tokens, n_loops).outputs
-        total = sum(
-            next_token_loss(outputs[loop - 1], self.lm_head.weight, targets, self.config.soft_cap)
-            for loop in loops_of(objective, n_loops)
-        )
-        return total / len(loops_of(objective, n_loops))
+        outputs = self._outputs(tokens, n_loops, objective)
+        losses = [next_token_loss(h, self.lm_head.weight, targets, self.config.soft_cap) for h in outputs]
+        return sum(losses) / len(losses)
 
-    # These two frames are left out of torch.compile, so that `one_loop`, which they call, is compiled by itself.
+    # These frames are left out of torch.compile, so that `one_loop`, which they call, is compiled by itself.
     @torch.compiler.disable(recursive=False)
     def run(
         self,
@@ -231,7 +230,12 @@ class LoopedTransformer(nn.Module):
         self.loop_norms = torch.stack([z.detach().float().norm(dim=-1).mean() for z in states])
         if cache is not None:
             cache.extend(self, tokens, sets)
-        return Pass(states, outputs, used)
+        return Pass(outputs[-1], states, outputs, used)
+
+    @torch.compiler.disable(recursive=False)
+    def _outputs(self, tokens: Tensor, n_loops: int, objective: str) -> list[Tensor]:
+        found = self.run(tokens, n_loops)
+        return [found.outputs[loop - 1] for loop in loops_of(objective, n_loops)]
 
     @torch.compiler.disable(recursive=False)
     def _one_loop(
