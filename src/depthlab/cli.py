@@ -191,7 +191,7 @@ _TRAIN_OPTIONS: dict[str, dict[str, tuple[str, type, str]]] = {
         "--optimizer": ("optimizer", str, "adamw (default), muon, or flt (the published loop setting)"),
         "--lr": ("lr", float, "peak learning rate"),
         "--schedule": ("schedule", str, "cosine (default), trapezoid or constant"),
-        "--warmup": ("warmup_steps", int, "steps of linear warm-up (default 10)"),
+        "--warmup": ("warmup_steps", int, "steps of linear warm-up (default a tenth of all, at most 100)"),
         "--weight-decay": ("weight_decay", float, "of weight matrices"),
         "--clip": ("clip", float, "largest gradient norm (default 1)"),
         "--accumulate": ("accumulate", int, "batches a step (default 1)"),

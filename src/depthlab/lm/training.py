@@ -38,7 +38,7 @@ class TrainConfig:
     Attributes:
         steps: updates in all. accumulate: batches a step.
         optimizer: one of `optimizers.OPTIMIZERS`; lr and weight_decay as `build_optimizers` takes them.
-        schedule: one of `schedules.SCHEDULES`, after `warmup_steps` of linear warm-up.
+        schedule: one of `schedules.SCHEDULES`, after `warmup_steps` of linear warm-up (None: a tenth, at most 100).
         clip: gradients are scaled down to this L2 norm over all parameters; inf never.
         precision: "float32", or "bfloat16" for autocast (weights and optimizer stay float32).
         compile: run `model.loss` through torch.compile.
@@ -55,7 +55,7 @@ class TrainConfig:
     optimizer: str = "adamw"
     lr: float | None = None
     schedule: str = "cosine"
-    warmup_steps: int = 10
+    warmup_steps: int | None = None
     weight_decay: float | None = None
     clip: float = 1.0
     accumulate: int = 1
@@ -72,7 +72,7 @@ class TrainConfig:
         least = {"steps": 1, "accumulate": 1, "log_every": 1}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int:
+            if field.type is int or (field.name == "warmup_steps" and value is not None):
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise TypeError(f"{field.name}={value!r} is {type(value).__name__}; use a whole number.")
                 if value < least.get(field.name, 0):
@@ -81,7 +81,7 @@ class TrainConfig:
             check_choice(name, getattr(self, name), known)
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip!r} is not allowed; use a number above 0, inf for none.")
-        if self.warmup_steps > self.steps:
+        if self.warmup_steps is not None and self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} is not allowed; use 0 to steps={self.steps}.")
 
 
@@ -303,7 +303,8 @@ def _due(step: int, every: int) -> bool:
 def _step(run: _Run, step: int) -> Moved:
     """One update. On a CPU a bad gradient stops the run before it is applied; on a GPU that would wait every step."""
     config = run.config
-    factor = SCHEDULES[config.schedule](step - 1, config.steps, config.warmup_steps)
+    warmup_steps = min(config.steps // 10, 100) if config.warmup_steps is None else config.warmup_steps
+    factor = SCHEDULES[config.schedule](step - 1, config.steps, warmup_steps)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
