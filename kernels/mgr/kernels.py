@@ -302,7 +302,7 @@ def layer_bwd_kernel(
         gm = tl.sum(gm, 1)
         shrink = 0.0
         if NORMALIZE:
-            shrink = rho * rho * rho * tl.sum(alpha * gm, 0) / C
+            shrink = rho * (rho * (rho * tl.sum(alpha * gm, 0))) / C  # so: rho^3 may not fit
             gm = rho * gm - shrink * tl.sum(pm, 1)
         d_a = alpha * (gm - tl.sum(alpha * gm, 0))  # (10)
         to_w_pool = d_a * r_m * scale

@@ -1,0 +1,187 @@
+"""The fused kernels beside the float64 reference, on a GPU or, with TRITON_INTERPRET=1, on the CPU (`make kernels`).
+
+What is allowed for one value y of a result:
+
+    unit * |y|  +  k * 2^-24 * (the largest value of the result in y's token)
+
+- unit: half the spacing of the result's dtype, since a result is rounded once, when it is stored; twice that for
+  bfloat16 in the interpreter, which truncates instead of rounding.
+- k = 128 float32 roundoffs, so 8e-6: a score is a sum of C products and reaches 10, and softmax and sigmoid pass its
+  absolute error on as a relative one. Measured: up to 21 here, up to 40 in torch's own float32 over 2,000 tokens.
+- k = 512 for the gradients of streams and update, which pass two softmaxes and three norms, each the difference of
+  larger terms. Measured: up to 28 here, up to 226 in torch's own float32 over 2,000 tokens. Every mutant: above 2,000.
+- the gradient of a weight is one sum over all tokens, so its own largest value counts; and no scale is below 1, the
+  size of the inputs and of the upstream gradients, since a gradient may vanish.
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from depthlab.kernels import mgr
+from depthlab.kernels.mgr import ops, reference
+
+K = {"d_streams": 512, "d_update": 512}  # all others: 128
+KINDS = ("independent", "competitive", "append", "read")
+INPUTS = ("streams", "update", "w_gate", "bias", "w_pool")
+USED = {"append": (0, 1, 4), "read": (0, 4)}
+OUTPUTS = {"append": ("mixed", "pooled"), "read": ("pooled",)}
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    pytest.importorskip("triton")
+    if interpreted():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, or Triton's interpreter: `make kernels`")
+    return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """In the interpreter three tokens are then enough for a program to walk over two."""
+    monkeypatch.setattr(ops, "INTERPRETED_PROGRAMS", 2)
+
+
+def used(kind: str) -> tuple[int, ...]:
+    """Which of the five inputs a kind takes."""
+    return USED.get(kind, (0, 1, 2, 3, 4))
+
+
+def run(kind: str, inputs, *, backend: str = "triton", module=mgr, **how):
+    """The public function of a kind on the inputs that it takes: (mixed, pooled, beta), what it does not make left out."""
+    if backend == "reference":
+        module = reference
+    elif module is mgr:
+        how["backend"] = backend
+    how.setdefault("normalize", False)
+    if kind == "read":
+        return (module.attn_pool(*inputs, **how),)
+    if kind == "append":
+        return module.append_and_pool(*inputs, **how)
+    return module.mix_and_pool(*inputs, gate=kind, **how)
+
+
+def draw(kind: str, tokens, n: int, width: int, dtypes=torch.float32, *, device, seed: int = 0):
+    """Random inputs of sizes 0.3 to 3, no gate near its start value; `dtypes`: one, or one each for streams, update and
+    weights. `tokens`: a number, or leading dimensions."""
+    g = torch.Generator().manual_seed(seed)
+    lead = [tokens] if isinstance(tokens, int) else list(tokens)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    size = torch.rand(*lead, n, 1, generator=g, dtype=torch.float64) * 2.7 + 0.3
+    bias = normal(1 if kind == "competitive" else n)
+    every = (normal(*lead, n, width) * size, normal(*lead, width), 3 * normal(width), bias, 3 * normal(width))
+    each = dtypes if isinstance(dtypes, tuple) else (dtypes,) * 3
+    each = (*each, each[2], each[2])
+    return [every[i].to(each[i]).to(device) for i in used(kind)]
+
+
+def upstream_of(outputs, seed: int = 1):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype).to(x.device) for x in outputs]
+
+
+def with_gradients(function, inputs, upstream=None, which=None):
+    """Outputs and the gradients of all inputs; `which`: the outputs that anybody uses (None: all)."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = function(leaves)
+    upstream = (
+        upstream_of(outputs) if upstream is None else [x.to(y.dtype) for x, y in zip(upstream, outputs, strict=True)]
+    )
+    chosen = range(len(outputs)) if which is None else which
+    grads = torch.autograd.grad(
+        [outputs[i] for i in chosen],
+        leaves,
+        [upstream[i] for i in chosen],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return [x.detach() for x in outputs], list(grads)
+
+
+def names(kind: str) -> list[str]:
+    return [*OUTPUTS.get(kind, ("mixed", "pooled", "beta")), *(f"d_{INPUTS[i]}" for i in used(kind))]
+
+
+def excess(name: str, found, true, floor: float = 1.0) -> float:
+    """The largest error of a result, in units of what is allowed; infinite where it is not finite or not of that shape."""
+    if found.shape != true.shape:
+        return float("inf")
+    if found.numel() == 0:
+        return 0.0
+    found, true, dtype = found.detach().double().cpu(), true.detach().double().cpu(), found.dtype
+    unit = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
+    unit *= 2 if dtype == torch.bfloat16 and interpreted() else 1
+    weight = name in ("d_w_gate", "d_bias", "d_w_pool")
+    if weight:
+        scale = true.abs().max()
+    else:
+        keep = 2 if name in ("mixed", "d_streams") else 1
+        scale = true.abs().amax(tuple(range(-keep, 0)), keepdim=True)
+    allowed = unit * true.abs().clamp_min(torch.finfo(dtype).tiny) + K.get(name, 128) * 2.0**-24 * scale.clamp_min(
+        floor
+    )
+    worst = ((found - true).abs() / allowed).max().item()
+    return worst if worst == worst else float("inf")
+
+
+def errors(kind: str, inputs, *, which=None, floor: float = 1.0, function=None, **how) -> dict[str, float]:
+    """For every output and every gradient the error of the kernels beside the float64 reference, 1 being allowed."""
+    function = function or (lambda x: run(kind, x, **how))
+    outputs, grads = with_gradients(function, inputs, which=which)
+    wide = [x.double() for x in inputs]
+    true, true_grads = with_gradients(
+        lambda x: run(kind, x, backend="reference", **how), wide, [x.double() for x in upstream_of(outputs)], which
+    )
+    stored = inputs[0 if kind == "read" else 1].dtype
+    assert [x.dtype for x in outputs] == [stored, stored, torch.float32][: len(outputs)]
+    assert [g.dtype for g in grads] == [x.dtype for x in inputs]
+    pairs = zip(names(kind), [*outputs, *grads], [*true, *true_grads], strict=True)
+    return {name: excess(name, x, y, floor) for name, x, y in pairs}
+
+
+def check(kind: str, inputs, **how) -> None:
+    found = errors(kind, inputs, **how)
+    assert max(found.values()) <= 1, found
+
+
+@pytest.fixture
+def fused(device):
+    """The helpers above for one device."""
+
+    def place(kind, tokens, n, width, dtypes=torch.float32, seed=0):
+        """`tokens` None: so many that every program walks over several."""
+        tokens = (3 if interpreted() else 2003) if tokens is None else tokens
+        return draw(kind, tokens, n, width, dtypes, device=device, seed=seed)
+
+    return SimpleNamespace(
+        run=run, draw=place, check=check, errors=errors, excess=excess, names=names, device=device,
+        with_gradients=with_gradients, upstream_of=upstream_of, interpreted=interpreted(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """force(BLOCK_C=.., HELD=..): launches with these constants in place of the chosen ones."""
+    from depthlab.kernels.mgr import kernels
+
+    chosen = kernels.launch_choice
+
+    def install(warps: int | None = None, **constants) -> None:
+        def choice(n: int, width: int, *, backward: bool):
+            how = chosen(n, width, backward=backward)
+            return how._replace(constants=how.constants | constants, warps=warps or how.warps)
+
+        monkeypatch.setattr(kernels, "launch_choice", choice)
+
+    return install
