@@ -13,8 +13,6 @@ r, r_m inverse RMS of s, m; z, beta gate scores and gates; a, alpha pool scores 
 1 / rho its RMS; d_x the gradient of x. Upper case is fixed when a kernel is compiled.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -381,31 +379,3 @@ def layer_bwd_kernel(
                 store_row(own_ptr, d_w_gate[i], cols, C)
     if MIXES:
         tl.store(own_ptr + 2 * C + rows, d_bias, mask=rows < N)
-
-
-class Launch(NamedTuple):
-    """How a kernel is launched.
-
-    constants: the kernel's own. programs: at work at once on one multiprocessor. long_share: of the tokens, dealt out
-    evenly to those; short_tokens: the size of the portions of the rest.
-    """
-
-    constants: dict[str, int | bool]
-    warps: int
-    programs: int
-    long_share: float = 0.8
-    short_tokens: int = 4
-
-
-def launch_choice(n: int, width: int, *, backward: bool) -> Launch:
-    """The launch for streams [.., n, width]."""
-    n_pad = triton.next_power_of_2(n)
-    block_c = triton.next_power_of_2(width)
-    held = n_pad * block_c <= (16384 if backward else 32768)
-    if not held:
-        block_c = min(block_c, 8192 // n_pad)
-    tile = n_pad * block_c
-    warps = min(16, max(1, tile // 1024))
-    vec = max(1, min(8, block_c // (32 * warps)))
-    constants = {"BLOCK_C": block_c, "VEC": vec, "HELD": held, "HELD_WEIGHTS": held, "STAGES": 2 if held else 1}
-    return Launch(constants, warps, programs=4)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthlab.kernels.mgr import launch
+
 INTERPRETED_PROGRAMS = 4  # in Triton's interpreter: few, so that each walks over several tokens as on a GPU
 
 
@@ -46,7 +48,7 @@ def layer(
     mixed, pooled, beta, kept = outputs = _outputs(streams, update, kind, keep)
     n = streams.shape[-2] + (kind == "append")
     arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool)]
-    how = kernels.launch_choice(n, streams.shape[-1], backward=False)
+    how = _choice(streams, update, n, backward=False)
     shares = _shares(how, pooled)
     arguments += [mixed, pooled, beta, kept, *shares[1:], eps]
     _launch(kernels.layer_fwd_kernel, how, shares, pooled, n, kind, normalize, arguments, {"KEEP": keep})
@@ -77,7 +79,7 @@ def layer_backward(
         d_pooled = streams.new_zeros([*streams.shape[:-2], width])
     tensors = (streams, update, w_gate, bias, w_pool, kept, d_mixed, d_pooled, d_beta)
     arguments = [_dense(x, streams) for x in tensors]
-    how = kernels.launch_choice(n, width, backward=True)
+    how = _choice(streams, update, n, backward=True)
     shares = _shares(how, d_pooled)
     new = torch.empty if how.constants["HELD"] else torch.zeros  # the kernel adds to what it cannot hold
     d_weights = new(shares.programs, 2 * width + n, dtype=torch.float32, device=streams.device)
@@ -170,6 +172,12 @@ def _dense(x: Tensor | None, instead: Tensor) -> Tensor:
     return (instead if x is None else x).contiguous()
 
 
+def _choice(streams: Tensor, update: Tensor | None, n: int, *, backward: bool) -> launch.Launch:
+    itemsize = max(x.element_size() for x in (streams, update) if x is not None)
+    limit = _device(streams.device).shared_memory_per_block_optin if streams.is_cuda else launch.SHARED_BYTES
+    return launch.launch_choice(n, streams.shape[-1], itemsize, backward=backward, shared_bytes=limit)
+
+
 class _Shares(NamedTuple):
     """How tokens are dealt out to programs: see `own_tokens` of kernels.py."""
 
@@ -181,7 +189,7 @@ class _Shares(NamedTuple):
 
 def _shares(how, pooled: Tensor) -> _Shares:
     tokens = pooled.numel() // pooled.shape[-1]
-    at_once = how.programs * _multiprocessors(pooled.device) if pooled.is_cuda else INTERPRETED_PROGRAMS
+    at_once = how.programs * _device(pooled.device).multi_processor_count if pooled.is_cuda else INTERPRETED_PROGRAMS
     rounds = int(how.long_share * tokens / at_once)
     n_long = at_once if rounds else 0
     n_short = math.ceil((tokens - rounds * n_long) / how.short_tokens)
@@ -189,8 +197,8 @@ def _shares(how, pooled: Tensor) -> _Shares:
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _device(device: torch.device):
+    return torch.cuda.get_device_properties(device)
 
 
 def _launch(kernel, how, shares: _Shares, pooled: Tensor, n: int, kind: str, normalize: bool, arguments, flags) -> None:

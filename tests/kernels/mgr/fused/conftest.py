@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from depthlab.kernels import mgr
-from depthlab.kernels.mgr import ops, reference
+from depthlab.kernels.mgr import launch, ops, reference
 
 K = {"d_streams": 512, "d_update": 512}  # all others: 128
 KINDS = ("independent", "competitive", "append", "read")
@@ -173,15 +173,13 @@ def fused(device):
 @pytest.fixture
 def force(monkeypatch):
     """force(BLOCK_C=.., HELD=..): launches with these constants in place of the chosen ones."""
-    from depthlab.kernels.mgr import kernels
-
-    chosen = kernels.launch_choice
+    chosen = launch.launch_choice
 
     def install(warps: int | None = None, **constants) -> None:
-        def choice(n: int, width: int, *, backward: bool):
-            how = chosen(n, width, backward=backward)
+        def choice(*shape: int, **limits):
+            how = chosen(*shape, **limits)
             return how._replace(constants=how.constants | constants, warps=warps or how.warps)
 
-        monkeypatch.setattr(kernels, "launch_choice", choice)
+        monkeypatch.setattr(launch, "launch_choice", choice)
 
     return install
