@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "start": None,
 }
 PRESET_OPTIONS: dict[str, dict[str, Any]] = {
-    "toy": {"lr": 2e-3, "batch_size": 12, "evaluate_every": 50, "evaluate_tokens": 8192, "checkpoint_every": 50},
+    "toy": {"lr": 2e-3, "batch_size": 8, "evaluate_every": 50, "evaluate_tokens": 8192, "checkpoint_every": 50},
 }
 _TRAINING = [field.name for field in dataclasses.fields(TrainConfig)]
 TOKENIZER = "tokenizer.json"
