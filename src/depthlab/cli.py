@@ -167,10 +167,14 @@ def _add_language_models(commands: argparse._SubParsersAction) -> None:
 # flag -> (option of depthlab.lm.commands, type, help); what is not given is the preset's, or a resumed run's own
 _TRAIN_OPTIONS: dict[str, dict[str, tuple[str, type, str]]] = {
     "model": {
-        "--model": ("model", str, "gpt (default) or llama"),
-        "--preset": ("preset", str, "a named shape: toy (default), S, M, L of gpt; toy, 34M of llama"),
+        "--model": ("model", str, "gpt (default), llama or looped"),
+        "--preset": ("preset", str, "toy (default), S, M, L of gpt; toy, 34M of llama; toy, small of looped"),
         "--residual": ("residual", str, "prenorm, hc, mhc-lite, attnres, attnres-block, mgr-independent, .."),
         "--streams": ("n_streams", int, "n of hc, mhc-lite and mgr"),
+        "--variant": ("variant", str, "of looped: lt, lt-input, lt-attn, flt-res or flt (default)"),
+        "--loops": ("n_loops", int, "K of looped, how often its blocks are applied"),
+        "--objective": ("objective", str, "of looped: the loss of the last loop (END, default), of all (STEP), FEW"),
+        "--backprop-loops": ("backprop_loops", int, "of looped: differentiate only the last so many"),
         "--layers": ("n_layers", int, "blocks of one attention and one MLP"),
         "--heads": ("n_heads", int, "attention heads"),
         "--width": ("d_model", int, "C"),
@@ -210,12 +214,19 @@ _TRAIN_OPTIONS: dict[str, dict[str, tuple[str, type, str]]] = {
 }
 
 
+def _models() -> dict[str, tuple]:
+    from depthlab.lm.commands import MODELS
+    from depthlab.looped import LoopedConfig, LoopedTransformer
+
+    return {**MODELS, LoopedConfig.kind: (LoopedConfig, LoopedTransformer)}
+
+
 def _train(chosen: argparse.Namespace) -> int:
     from depthlab.lm import commands
 
     given = {name: value for name, value in vars(chosen).items() if name not in ("run", "out", "resume", "device")}
     options = vars(chosen)
-    result = commands.train_run(chosen.out, given, "resume" in options, options.get("device", "auto"))
+    result = commands.train_run(chosen.out, given, "resume" in options, options.get("device", "auto"), _models())
     validated = f", validation loss {result.val_loss:.4f}" if result.val_loss == result.val_loss else ""
     print(f"{chosen.out}: step {result.step}, loss {result.loss:.4f}{validated}; {result.checkpoint}")
     return 0
@@ -224,7 +235,7 @@ def _train(chosen: argparse.Namespace) -> int:
 def _generate(chosen: argparse.Namespace) -> int:
     from depthlab.lm import commands
 
-    how = (chosen.tokens, chosen.seed, chosen.temperature, chosen.top_k, chosen.device)
+    how = (chosen.tokens, chosen.seed, chosen.temperature, chosen.top_k, chosen.device, _models())
     print(commands.generate_text(chosen.folder, chosen.prompt, *how))
     return 0
 
@@ -232,7 +243,7 @@ def _generate(chosen: argparse.Namespace) -> int:
 def _evaluate(chosen: argparse.Namespace) -> int:
     from depthlab.lm import commands
 
-    found = commands.evaluate_run(chosen.folder, chosen.data, chosen.split, chosen.tokens, chosen.device)
+    found = commands.evaluate_run(chosen.folder, chosen.data, chosen.split, chosen.tokens, chosen.device, _models())
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte"
     print(
         f"{chosen.folder}: loss {found.loss_nats:.4f} nats a token, perplexity {found.perplexity:.3f}{bits} "

@@ -18,7 +18,8 @@ from depthlab.lm.settings import check_choice
 from depthlab.lm.tokens import TokenStream
 from depthlab.lm.training import FREE, TrainConfig, TrainResult, cannot_write, changed, holds_run, need_new, train
 
-# kind -> (config, model): config.preset(name, **changes) and model(config, generator). Callers may add kinds of theirs.
+# kind -> (config, model): config.preset(name, **changes) and model(config, generator). Callers may add kinds of theirs,
+# whose config may have options of its own in `training`; they come on top of the preset's.
 Models = dict[str, tuple[Any, Any]]
 MODELS: Models = {"gpt": (GPTConfig, GPT), "llama": (LlamaConfig, Llama)}
 
@@ -52,7 +53,7 @@ def train_run(
     out = Path(out)
     if not resume:
         need_new(out)
-    options = _options(out, given, resume)
+    options = _options(out, given, resume, models)
     check_choice("model", options["model"], models)
     config_type, model_type = models[options["model"]]
     training = TrainConfig(**{name: value for name, value in options.items() if name in _TRAINING})
@@ -76,7 +77,7 @@ def train_run(
     return train(model, stream, training, out, validation, resume, about=about)
 
 
-def _options(out: Path, given: dict[str, Any], resume: bool) -> dict[str, Any]:
+def _options(out: Path, given: dict[str, Any], resume: bool, models: Models) -> dict[str, Any]:
     """All options of a run. A resumed run's own come before the defaults, so that they need not be given again."""
     if resume and (out / runlog.RUN).exists():
         settings = runlog.read_run(out)["settings"]
@@ -86,7 +87,8 @@ def _options(out: Path, given: dict[str, Any], resume: bool) -> dict[str, Any]:
                 raise changed(out, name, own[name], value)
         return {**OPTIONS, **own, **given}
     preset = given.get("preset", OPTIONS["preset"])
-    return {**OPTIONS, **PRESET_OPTIONS.get(preset, {}), **given}
+    config_type, _ = models.get(given.get("model", OPTIONS["model"]), (None, None))
+    return {**OPTIONS, **PRESET_OPTIONS.get(preset, {}), **getattr(config_type, "training", {}), **given}
 
 
 def pick_device(device: str) -> torch.device:
@@ -126,7 +128,8 @@ def load_run(place: str | Path, device: str = "auto", models: Models = MODELS) -
     known = {field.name for field in dataclasses.fields(config_type)}
     if strange := sorted(set(saved["config"]) - known):
         raise checkpoint.CheckpointError(f"{path} has the setting {strange[0]!r}, which this version does not know.")
-    model = model_type(config_type(**saved["config"] | {"backend": "auto"})).to(pick_device(device))
+    here = {"backend": "auto"} if "backend" in known else {}
+    model = model_type(config_type(**saved["config"] | here)).to(pick_device(device))
     checkpoint.load(path, model, state=state)
     if notes:
         print(*notes, f"Using {path}.", file=sys.stderr)

@@ -34,6 +34,8 @@ class LoopedConfig:
     """
 
     kind: ClassVar[str] = "looped"
+    # What `depthlab train` takes where nothing is given: the published setting, each optimizer at its own rate.
+    training: ClassVar[dict[str, Any]] = {"optimizer": "flt", "schedule": "trapezoid", "warmup_steps": 0, "lr": None}
 
     variant: str
     n_layers: int
