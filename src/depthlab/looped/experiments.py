@@ -25,6 +25,17 @@ CLAIMS = ("FLT-1", "FLT-2", "FLT-3", "FLT-6")
 POINTS = 200  # of a curve over steps
 FINAL_SHARE = 0.05  # of training, over which the final loss is a mean
 PLATEAU_NATS = 0.4  # a run that ends less than this below the byte frequencies' entropy has learned nothing else
+TOY_RATE = 2.0  # times the published rates
+_TOY = {
+    "data": "sotu",
+    "n_heads": 2,
+    "seq_len": 32,
+    "batch_size": 4,
+    "steps": 150,
+    "optimizer": "flt",
+    "precision": "float32",
+    "compiled": False,
+}
 _SHAPE = ("n_layers", "n_loops", "d_model", "n_heads", "seq_len", "tied", "backprop_loops")
 
 
@@ -52,9 +63,32 @@ def looped_instability() -> Experiment:
     return Experiment("looped-instability", (*CLAIMS, "FLT-4", "FLT-5", "FLT-12"), config, cells, run_cell)
 
 
+def looped_toy() -> Experiment:
+    """The same contrast on a CPU: LT and FLT by loops and at two rates, controls, and the other variants.
+
+    Size and rate are from `looped_toy_search`: at twice the published rates LT with 12 loops learns little more
+    than how common each byte is, while FLT learns on.
+    """
+    config = {**_TOY, "n_layers": 2, "d_model": 64, "validation_tokens": 2**14}
+    loops = grid(variant=["lt", "flt"], n_loops=[1, 3, 6, 12], rate=[TOY_RATE], seed=SEEDS)
+    published = grid(variant=["lt", "flt"], n_loops=[12], rate=[1.0], seed=SEEDS)
+    untied = grid(variant=["lt"], n_loops=[12], rate=[TOY_RATE], tied=[False], seed=SEEDS)
+    truncated = grid(variant=["lt"], n_loops=[12], rate=[TOY_RATE], backprop_loops=[3], seed=SEEDS)
+    others = grid(variant=["lt-input", "lt-attn", "flt-res"], n_loops=[12], rate=[TOY_RATE], seed=SEEDS)
+    cells = [*loops, *published, *untied, *truncated, *others]
+    return Experiment("looped-toy", CLAIMS, config, cells, run_cell)
+
+
+def looped_toy_search() -> Experiment:
+    """Where does LT break on a CPU and FLT does not? One seed, 12 loops; size, rate and variant."""
+    config = {**_TOY, "n_loops": 12, "validation_tokens": 2**12}
+    cells = grid(n_layers=[1, 2], d_model=[32, 64], rate=[1.0, 2.0, 4.0, 8.0], variant=["lt", "flt"], seed=[0])
+    return Experiment("looped-toy-search", ("FLT-3",), config, cells, run_cell)
+
+
 def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
     """One training run with everything that was followed in it."""
-    chosen = {**config, **cell.settings}
+    chosen = {**config, **cell.settings, "searched": "n_layers" in cell.settings}
     seed, source = chosen["seed"], corpus(chosen["data"], "bytes")
     shape = {name: chosen[name] for name in _SHAPE if name in chosen}
     vocab_size = source.split("train").vocab_size
@@ -83,8 +117,12 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
 
 
 def variant(chosen: dict[str, Any]) -> str:
-    """VARIANT/K=LOOPS/rate=FACTOR, and the control's name."""
+    """VARIANT/K=LOOPS/rate=FACTOR, the control's name, and /L=BLOCKS,C=WIDTH where a search varies them.
+
+    `chosen`: a cell's settings, and its experiment's config.
+    """
     name = f"{chosen['variant']}/K={chosen['n_loops']}/rate={chosen['rate']:g}"
+    name += f"/L={chosen['n_layers']},C={chosen['d_model']}" if chosen["searched"] else ""
     name += "" if chosen.get("tied", True) else "/untied"
     return name + (f"/backprop={chosen['backprop_loops']}" if chosen.get("backprop_loops") else "")
 
