@@ -27,6 +27,8 @@ def test_it_ends_where_the_trainer_ends(looped, stream, tmp_path):
     norms = found.gradient_norms.norm(dim=1)
     assert norms.tolist() == pytest.approx([line["grad_norm"] for line in result.log])
     assert found.stopped == 0 and found.ms_per_step > 0
+    for row, line in zip(found.loop_norms.tolist(), result.log, strict=True):  # of the pass, not of a validation
+        assert line["loop_norms"] == pytest.approx(row, abs=1e-4)
 
 
 def test_its_series_are_those_of_its_passes(looped, stream):

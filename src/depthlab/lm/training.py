@@ -1,6 +1,7 @@
 """One trainer for every language model here, on a CPU or one GPU, which loses nothing when it is killed.
 
-A model needs `loss(tokens, targets)`, a dataclass `config` with `kind`, `vocab_size` and `seq_len`, and parameters.
+A model needs `loss(tokens, targets)`, a dataclass `config` with `kind`, `vocab_size` and `seq_len`, and parameters. With
+`log_fields()` it adds what it says of its latest pass, as JSON values by name, to the lines of the log.
 """
 
 import contextlib
@@ -347,6 +348,7 @@ def _write_line(run: _Run, step: int, moved: Moved) -> None:
     line = {"step": step, "loss": loss, "lr": run.optimizers[0].param_groups[0]["lr"], "grad_norm": grad_norm}
     line |= {"tokens": step * tokens, "tokens_per_s": round(run.timed * tokens / seconds, 1)}
     line |= {"ms_per_step": round(1000 * seconds / run.timed, 3)}
+    line |= getattr(run.model, "log_fields", dict)()
     last = step == run.config.steps
     if run.validation and (last or _due(step, run.config.evaluate_every)):
         line["val_loss"] = _validate(run)

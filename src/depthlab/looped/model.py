@@ -179,6 +179,10 @@ class LoopedTransformer(nn.Module):
         losses = [next_token_loss(h, self.lm_head.weight, targets, self.config.soft_cap) for h in outputs]
         return sum(losses) / len(losses)
 
+    def log_fields(self) -> dict[str, list[float]]:
+        """`loop_norms` for a line of the training log."""
+        return {} if self.loop_norms is None else {"loop_norms": [round(x, 4) for x in self.loop_norms.tolist()]}
+
     # These frames are left out of torch.compile, so that `one_loop`, which they call, is compiled by itself.
     @torch.compiler.disable(recursive=False)
     def run(
