@@ -1,7 +1,7 @@
 """One trainer for every language model here, on a CPU or one GPU, which loses nothing when it is killed.
 
-A model needs `loss(tokens, targets)`, a dataclass `config` with `kind`, `vocab_size` and `seq_len`, and parameters. With
-`log_fields()` it adds what it says of its latest pass, as JSON values by name, to the lines of the log.
+A model needs `loss(tokens, targets)`, a dataclass `config` with `kind`, `vocab_size` and `seq_len`, and parameters.
+With `log_fields()` it adds what it says of its latest pass, as JSON values by name, to the lines of the log.
 """
 
 import contextlib
