@@ -18,6 +18,7 @@ from depthlab.theory import GATES
 BACKENDS = ("auto", "torch", "triton")
 MAX_STREAMS = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TRITON_INSTALLED = find_spec("triton") is not None
 MAX_TRITON_WIDTH = 8192
 TRITON_CAPABILITY = (8, 0)  # the oldest GPUs with bfloat16
 
@@ -58,15 +59,15 @@ def _triton_problem(tensors: tuple[Tensor, ...]) -> str:
     return _device_problem(device.type, device.index)
 
 
-@torch.compiler.assume_constant_result
 def _device_problem(kind: str, index: int | None) -> str:
-    if find_spec("triton") is None:
+    if not TRITON_INSTALLED:
         return "the triton package is not installed (Linux on x86-64: pip install triton)"
     if kind == "cuda":
-        have = torch.cuda.get_device_capability(index)
+        gpu = torch.cuda.get_device_properties(index)
         needed = "this GPU has compute capability {}.{} and the kernels need {}.{}"
-        return needed.format(*have, *TRITON_CAPABILITY) if have < TRITON_CAPABILITY else ""
-    if kind == "cpu" and ops.interpreted():
+        old = (gpu.major, gpu.minor) < TRITON_CAPABILITY
+        return needed.format(gpu.major, gpu.minor, *TRITON_CAPABILITY) if old else ""
+    if kind == "cpu" and ops.INTERPRETED:
         return ""
     where = "there is no CUDA GPU here" if not torch.cuda.is_available() else f"the streams are on {kind}"
     return f"{where} (TRITON_INTERPRET=1, set before Python starts, interprets the kernels on the CPU, slowly)"

@@ -4,9 +4,9 @@ A layer makes its streams (KIND: "independent" or "competitive" gates mix the up
 update one more stream, "read" takes them as they are) and pools what the next sublayer reads. Numbers (1) to (17) are
 DERIVATION.md's stages.
 
-A program walks over tokens. A token's tiles are loaded once and HELD in registers from the first sum to the last store;
-each `for i` loop below is one visit to them. Where they do not fit, every visit loads them again, after the first from
-the cache.
+A program walks over tokens. Each pair of `for start`, `for i` loops below is one visit to a token's tiles. Either they
+are loaded once and HELD in registers from the first sum to the last store, and `start` is only 0; or they do not fit,
+`i` is only 0, and every visit loads them again, after the first from the cache.
 
 Legend: s, f streams and update; m the streams after mixing or appending; g, d_m the gradients of the read and of m;
 r, r_m inverse RMS of s, m; z, beta gate scores and gates; a, alpha pool scores and weights; p the read before its norm,
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from depthlab.kernels.mgr.tiles import (
+    add_row,
     columns,
     get_row,
     get_tile,
@@ -24,8 +25,6 @@ from depthlab.kernels.mgr.tiles import (
     hold_tiles,
     load_bias,
     load_numbers,
-    load_row,
-    next_visit,
     store_numbers,
     store_row,
     store_tile,
@@ -33,8 +32,8 @@ from depthlab.kernels.mgr.tiles import (
 
 
 @triton.jit
-def add(total, x, i: tl.constexpr):
-    """total + x, or x at the first visit: adding it to zeros would cost an instruction an element."""
+def plus(total, x, i: tl.constexpr):
+    """total + x, or x at block 0: adding it to zeros would cost an instruction an element."""
     if i == 0:
         return x
     else:
@@ -102,6 +101,13 @@ def make_streams(s, f, beta, rows, N: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def through_read(d_m, m, g, w, alpha, rho, shrink, to_w_pool, to_m):
+    """Equations (9) and (11): the gradient of m, with what comes back through the read."""
+    g_p = rho * g - shrink * tl.sum(alpha[:, None] * m, 0)
+    return d_m + to_w_pool[:, None] * w[None, :] - to_m[:, None] * m + alpha[:, None] * g_p[None, :]
+
+
+@triton.jit
 def layer_fwd_kernel(
     streams_ptr,  # [tokens, N, C]; "append": [tokens, N - 1, C]
     update_ptr,  # [tokens, C]; not used by "read"
@@ -130,7 +136,8 @@ def layer_fwd_kernel(
 ):
     MIXES: tl.constexpr = KIND == "independent" or KIND == "competitive"
     N_IN: tl.constexpr = N - 1 if KIND == "append" else N
-    BLOCKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    BLOCKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C if HELD else 1
+    SPAN: tl.constexpr = BLOCKS * BLOCK_C
     scale = C**-0.5
     rows = tl.arange(0, N_PAD)
     first = columns(BLOCK_C, VEC)
@@ -139,65 +146,77 @@ def layer_fwd_kernel(
     if MIXES:
         w_gate_held = hold_row(w_gate_ptr, C, BLOCK_C, VEC, HELD_WEIGHTS)
         bias = load_bias(bias_ptr, rows, N, KIND)
+    nothing = tl.zeros([N_PAD], tl.float32)
 
-    start, stop, step = own_tokens(n_tokens, n_long, long_tokens)
-    for token in tl.range(start, stop, step, num_stages=STAGES):
+    first_token, stop, step = own_tokens(n_tokens, n_long, long_tokens)
+    for token in tl.range(first_token, stop, step, num_stages=STAGES):
         at = tl.cast(token, tl.int64)
         s_ptr = streams_ptr + at * N_IN * C
         f_ptr = update_ptr + at * C
         s_held = hold_tiles(s_ptr, rows, N_IN, C, BLOCK_C, VEC, HELD)
         f_held = hold_row(f_ptr, C, BLOCK_C, VEC, HELD and KIND != "read")
 
-        beta = tl.zeros([N_PAD], tl.float32)
+        beta = nothing
         if MIXES:  # (1), (2), (3)
-            squares = 0.0
-            along = 0.0
-            for i in tl.static_range(BLOCKS):
-                cols = i * BLOCK_C + first
-                s = get_tile(s_held, i, s_ptr, rows, cols, N, C, HELD)
-                w = get_row(w_gate_held, i, w_gate_ptr, cols, C, HELD_WEIGHTS)[None, :]
-                squares = add(squares, s * s, i)
-                along = add(along, s * w, i)
-            r = inverse_rms(tl.sum(squares, 1), eps, C)
-            z = tl.sum(along, 1) * r * scale
+            squares = nothing
+            along = nothing
+            for start in range(0, C, SPAN):
+                ss = 0.0
+                sw = 0.0
+                for i in tl.static_range(BLOCKS):
+                    cols = start + i * BLOCK_C + first
+                    s = get_tile(s_held, i, s_ptr, rows, cols, N, C, HELD)
+                    w = get_row(w_gate_held, i, w_gate_ptr, cols, C, HELD_WEIGHTS)[None, :]
+                    ss = plus(ss, s * s, i)
+                    sw = plus(sw, s * w, i)
+                squares += tl.sum(ss, 1)
+                along += tl.sum(sw, 1)
+            r = inverse_rms(squares, eps, C)
+            z = along * r * scale
             beta, _ = gates(z, bias, rows, N, KIND)
 
-        next_visit(HELD)  # (4), (5), (6)
-        squares = 0.0
-        along = 0.0
-        for i in tl.static_range(BLOCKS):
-            cols = i * BLOCK_C + first
-            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
-            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
-            w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)[None, :]
-            m = make_streams(s, f, beta, rows, N, KIND)
-            squares = add(squares, m * m, i)
-            along = add(along, m * w, i)
-        r_m = inverse_rms(tl.sum(squares, 1), eps, C)
-        a = tl.sum(along, 1) * r_m * scale
+        squares = nothing  # (4), (5), (6)
+        along = nothing
+        for start in range(0, C, SPAN):
+            mm = 0.0
+            mw = 0.0
+            for i in tl.static_range(BLOCKS):
+                cols = start + i * BLOCK_C + first
+                s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+                f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+                w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)[None, :]
+                m = make_streams(s, f, beta, rows, N, KIND)
+                mm = plus(mm, m * m, i)
+                mw = plus(mw, m * w, i)
+            squares += tl.sum(mm, 1)
+            along += tl.sum(mw, 1)
+        r_m = inverse_rms(squares, eps, C)
+        a = along * r_m * scale
         alpha = softmax(a, rows, N)
 
         rho = 1.0
         if NORMALIZE:  # (8)
-            next_visit(HELD)
-            pp = 0.0
+            squares = 0.0
+            for start in range(0, C, SPAN):
+                pp = 0.0
+                for i in tl.static_range(BLOCKS):
+                    cols = start + i * BLOCK_C + first
+                    s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+                    f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+                    p = tl.sum(alpha[:, None] * make_streams(s, f, beta, rows, N, KIND), 0)
+                    pp = plus(pp, p * p, i)
+                squares += tl.sum(pp, 0)
+            rho = inverse_rms(squares, eps, C)
+
+        for start in range(0, C, SPAN):  # (7)
             for i in tl.static_range(BLOCKS):
-                cols = i * BLOCK_C + first
+                cols = start + i * BLOCK_C + first
                 s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
                 f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
-                p = tl.sum(alpha[:, None] * make_streams(s, f, beta, rows, N, KIND), 0)
-                pp = add(pp, p * p, i)
-            rho = inverse_rms(tl.sum(pp, 0), eps, C)
-
-        next_visit(HELD)  # (7)
-        for i in tl.static_range(BLOCKS):
-            cols = i * BLOCK_C + first
-            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
-            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
-            m = make_streams(s, f, beta, rows, N, KIND)
-            if KIND != "read":
-                store_tile(mixed_ptr + at * N * C, m, rows, cols, N, C)
-            store_row(pooled_ptr + at * C, rho * tl.sum(alpha[:, None] * m, 0), cols, C)
+                m = make_streams(s, f, beta, rows, N, KIND)
+                if KIND != "read":
+                    store_tile(mixed_ptr + at * N * C, m, rows, cols, N, C)
+                store_row(pooled_ptr + at * C, rho * tl.sum(alpha[:, None] * m, 0), cols, C)
         if MIXES:
             store_numbers(beta_ptr + at * N, beta, rows, N)
         if KEEP:
@@ -242,7 +261,8 @@ def layer_bwd_kernel(
 ):
     MIXES: tl.constexpr = KIND == "independent" or KIND == "competitive"
     N_IN: tl.constexpr = N - 1 if KIND == "append" else N
-    BLOCKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    BLOCKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C if HELD else 1
+    SPAN: tl.constexpr = BLOCKS * BLOCK_C
     scale = C**-0.5
     rows = tl.arange(0, N_PAD)
     first = columns(BLOCK_C, VEC)
@@ -252,6 +272,7 @@ def layer_bwd_kernel(
         w_gate_held = hold_row(w_gate_ptr, C, BLOCK_C, VEC, HELD_WEIGHTS)
         bias = load_bias(bias_ptr, rows, N, KIND)
     own_ptr = d_weights_ptr + tl.program_id(0).to(tl.int64) * (2 * C + N)
+    nothing = tl.zeros([N_PAD], tl.float32)
     zero = tl.zeros([N_PAD, BLOCK_C], tl.float32)
     d_bias = tl.zeros([N_PAD], tl.float32)
     d_w_gate = ()
@@ -261,8 +282,8 @@ def layer_bwd_kernel(
             d_w_gate = d_w_gate + (tl.zeros([BLOCK_C], tl.float32),)
             d_w_pool = d_w_pool + (tl.zeros([BLOCK_C], tl.float32),)
 
-    start, stop, step = own_tokens(n_tokens, n_long, long_tokens)
-    for token in tl.range(start, stop, step, num_stages=STAGES):
+    first_token, stop, step = own_tokens(n_tokens, n_long, long_tokens)
+    for token in tl.range(first_token, stop, step, num_stages=STAGES):
         at = tl.cast(token, tl.int64)
         s_ptr = streams_ptr + at * N_IN * C
         f_ptr = update_ptr + at * C
@@ -275,7 +296,7 @@ def layer_bwd_kernel(
             d_m_held = hold_tiles(d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED)
 
         kept = kept_ptr + at * (4 * N + 1)
-        beta = tl.zeros([N_PAD], tl.float32)
+        beta = nothing
         if MIXES:  # (3) again
             z = load_numbers(kept, rows, N)
             r = load_numbers(kept + N, rows, N)
@@ -285,43 +306,49 @@ def layer_bwd_kernel(
         rho = tl.load(kept + 4 * N)
         alpha = softmax(a, rows, N)  # (6) again
 
-        gm = 0.0
-        pm = 0.0
-        for i in tl.static_range(BLOCKS):  # (9): g_p = rho g - shrink p
-            cols = i * BLOCK_C + first
-            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
-            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
-            g = get_row(g_held, i, g_ptr, cols, C, HELD)[None, :]
-            m = make_streams(s, f, beta, rows, N, KIND)
-            gm = add(gm, m * g, i)
+        along_g = nothing
+        along_p = nothing
+        for start in range(0, C, SPAN):
+            mg = 0.0
+            mp = 0.0
+            for i in tl.static_range(BLOCKS):
+                cols = start + i * BLOCK_C + first
+                s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+                f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+                m = make_streams(s, f, beta, rows, N, KIND)
+                g = get_row(g_held, i, g_ptr, cols, C, HELD)[None, :]
+                p = tl.sum(alpha[:, None] * m, 0)[None, :]
+                mg = plus(mg, m * g, i)
+                mp = plus(mp, m * p, i)
+            along_g += tl.sum(mg, 1)
             if NORMALIZE:
-                p = tl.sum(alpha[:, None] * m, 0)
-                pm = add(pm, m * p[None, :], i)
-        gm = tl.sum(gm, 1)
+                along_p += tl.sum(mp, 1)
         shrink = 0.0
-        if NORMALIZE:
-            shrink = rho * (rho * (rho * tl.sum(alpha * gm, 0))) / C  # so: rho^3 may not fit
-            gm = rho * gm - shrink * tl.sum(pm, 1)
-        d_a = alpha * (gm - tl.sum(alpha * gm, 0))  # (10)
+        if NORMALIZE:  # (9): g_p = rho g - shrink p, with care for a rho^3 that may not fit
+            shrink = rho * (rho * (rho * tl.sum(alpha * along_g, 0))) / C
+        along_g_p = rho * along_g - shrink * along_p
+        d_a = alpha * (along_g_p - tl.sum(alpha * along_g_p, 0))  # (10)
         to_w_pool = d_a * r_m * scale
         to_m = d_a * a * r_m * r_m / C
 
         if BLOCKS == 1:  # as late as can be: registers are short; of several blocks each is short enough
             d_m_held = hold_tiles(d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED)
         if MIXES:  # (11), (13)
-            next_visit(HELD)
-            d_beta = 0.0
-            for i in tl.static_range(BLOCKS):
-                cols = i * BLOCK_C + first
-                s = get_tile(s_held, i, s_ptr, rows, cols, N, C, HELD)
-                f = get_row(f_held, i, f_ptr, cols, C, HELD)
-                m = make_streams(s, f, beta, rows, N, KIND)
-                g_p = rho * get_row(g_held, i, g_ptr, cols, C, HELD) - shrink * tl.sum(alpha[:, None] * m, 0)
-                w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)[None, :]
-                d_m = get_tile(d_m_held, i, d_m_ptr, rows, cols, N, C, HELD) if HAS_D_MIXED else zero
-                d_m = d_m + to_w_pool[:, None] * w - to_m[:, None] * m + alpha[:, None] * g_p[None, :]
-                d_beta = add(d_beta, d_m * (f[None, :] - s), i)
-            d_beta = tl.sum(d_beta, 1)
+            d_beta = nothing
+            for start in range(0, C, SPAN):
+                dd = 0.0
+                for i in tl.static_range(BLOCKS):
+                    cols = start + i * BLOCK_C + first
+                    s = get_tile(s_held, i, s_ptr, rows, cols, N, C, HELD)
+                    f = get_row(f_held, i, f_ptr, cols, C, HELD)
+                    m = make_streams(s, f, beta, rows, N, KIND)
+                    g = get_row(g_held, i, g_ptr, cols, C, HELD)
+                    w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)
+                    d_m = get_tile(d_m_held, i, d_m_ptr, rows, cols, N, C, HELD) if HAS_D_MIXED else zero
+                    d_m = through_read(d_m, m, g, w, alpha, rho, shrink, to_w_pool, to_m)
+                    d = d_m * (f[None, :] - s)
+                    dd = plus(dd, d, i)
+                d_beta += tl.sum(dd, 1)
             if HAS_D_BETA:
                 d_beta += load_numbers(d_beta_ptr + at * N, rows, N)
             if KIND == "competitive":  # (14c)
@@ -334,42 +361,30 @@ def layer_bwd_kernel(
             to_w_gate = d_z * r * scale
             to_s = d_z * z * r * r / C
 
-        next_visit(HELD)  # (11), (12), (15), (16), (17)
-        new_w_gate = ()
-        new_w_pool = ()
-        for i in tl.static_range(BLOCKS):
-            cols = i * BLOCK_C + first
-            s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
-            f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
-            m = make_streams(s, f, beta, rows, N, KIND)
-            g_p = rho * get_row(g_held, i, g_ptr, cols, C, HELD) - shrink * tl.sum(alpha[:, None] * m, 0)
-            w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)[None, :]
-            d_m = get_tile(d_m_held, i, d_m_ptr, rows, cols, N, C, HELD) if HAS_D_MIXED else zero
-            d_m = d_m + to_w_pool[:, None] * w - to_m[:, None] * m + alpha[:, None] * g_p[None, :]
-            d_w = tl.sum(to_w_pool[:, None] * m, 0)
-            if HELD:
-                new_w_pool = new_w_pool + (d_w_pool[i] + d_w,)
-            else:
-                store_row(own_ptr + C, load_row(own_ptr + C, cols, C) + d_w, cols, C)
-            if MIXES:
-                w = get_row(w_gate_held, i, w_gate_ptr, cols, C, HELD_WEIGHTS)[None, :]
-                d_s = (1.0 - beta)[:, None] * d_m + to_w_gate[:, None] * w - to_s[:, None] * s
-                store_tile(d_streams_ptr + at * N * C, d_s, rows, cols, N, C)
-                store_row(d_update_ptr + at * C, tl.sum(beta[:, None] * d_m, 0), cols, C)
-                d_w = tl.sum(to_w_gate[:, None] * s, 0)
-                if HELD:
-                    new_w_gate = new_w_gate + (d_w_gate[i] + d_w,)
+        for start in range(0, C, SPAN):  # (12), (15), (16), (17)
+            for i in tl.static_range(BLOCKS):
+                cols = start + i * BLOCK_C + first
+                s = get_tile(s_held, i, s_ptr, rows, cols, N_IN, C, HELD)
+                f = s if KIND == "read" else get_row(f_held, i, f_ptr, cols, C, HELD)
+                m = make_streams(s, f, beta, rows, N, KIND)
+                g = get_row(g_held, i, g_ptr, cols, C, HELD)
+                w = get_row(w_pool_held, i, w_pool_ptr, cols, C, HELD_WEIGHTS)
+                d_m = get_tile(d_m_held, i, d_m_ptr, rows, cols, N, C, HELD) if HAS_D_MIXED else zero
+                d_m = through_read(d_m, m, g, w, alpha, rho, shrink, to_w_pool, to_m)
+                d_w_pool = add_row(d_w_pool, i, own_ptr + C, tl.sum(to_w_pool[:, None] * m, 0), cols, C, BLOCKS, HELD)
+                if MIXES:
+                    w = get_row(w_gate_held, i, w_gate_ptr, cols, C, HELD_WEIGHTS)[None, :]
+                    d_s = (1.0 - beta)[:, None] * d_m + to_w_gate[:, None] * w - to_s[:, None] * s
+                    store_tile(d_streams_ptr + at * N * C, d_s, rows, cols, N, C)
+                    store_row(d_update_ptr + at * C, tl.sum(beta[:, None] * d_m, 0), cols, C)
+                    d_w_gate = add_row(d_w_gate, i, own_ptr, tl.sum(to_w_gate[:, None] * s, 0), cols, C, BLOCKS, HELD)
                 else:
-                    store_row(own_ptr, load_row(own_ptr, cols, C) + d_w, cols, C)
-            else:
-                store_tile(d_streams_ptr + at * N_IN * C, d_m, rows, cols, N_IN, C)
-                if KIND == "append":
-                    d_f = tl.sum(tl.where((rows == N - 1)[:, None], d_m, 0.0), 0)
-                    store_row(d_update_ptr + at * C, d_f, cols, C)
-        if HELD:
-            d_w_pool = new_w_pool
-            if MIXES:
-                d_w_gate = new_w_gate
+                    store_tile(d_streams_ptr + at * N_IN * C, d_m, rows, cols, N_IN, C)
+                    if KIND == "append":
+                        d_f = tl.sum(tl.where((rows == N - 1)[:, None], d_m, 0.0), 0)
+                        store_row(d_update_ptr + at * C, d_f, cols, C)
+        if not HELD:
+            tl.debug_barrier()  # sums that other threads of the program have stored are seen at the next token
 
     if HELD:
         for i in tl.static_range(BLOCKS):

@@ -6,6 +6,7 @@ at them nor looks inside. Both are deterministic: a program sums its own tokens'
 """
 
 import math
+import os
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,17 +15,9 @@ from torch import Tensor
 
 from depthlab.kernels.mgr import launch
 
+# Whether the kernels run in Triton's interpreter, on tensors of the CPU; Triton looks when it compiles the first one.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 INTERPRETED_PROGRAMS = 4  # in Triton's interpreter: few, so that each walks over several tokens as on a GPU
-
-
-@lru_cache
-def interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter, on tensors of the CPU: fixed when they are first imported."""
-    import triton
-
-    from depthlab.kernels.mgr import kernels
-
-    return not isinstance(kernels.layer_fwd_kernel, triton.JITFunction)
 
 
 @torch.library.custom_op("depthlab::mgr_layer", mutates_args=())

@@ -96,7 +96,13 @@ def get_row(held, i: tl.constexpr, ptr, cols, C: tl.constexpr, HELD: tl.constexp
 
 
 @triton.jit
-def next_visit(HELD: tl.constexpr):
-    """Keep the compiler from holding what was to be loaded again."""
-    if not HELD:
-        tl.debug_barrier()
+def add_row(held, i: tl.constexpr, ptr, row, cols, C: tl.constexpr, BLOCKS: tl.constexpr, HELD: tl.constexpr):
+    """Add to block i of a vector that is held, or to the program's own copy of it in memory."""
+    if HELD:
+        out = ()
+        for j in tl.static_range(BLOCKS):
+            out = out + (held[j] + row if i == j else held[j],)
+        return out
+    else:
+        store_row(ptr, load_row(ptr, cols, C) + row, cols, C)
+        return held
