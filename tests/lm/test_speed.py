@@ -34,14 +34,27 @@ def test_no_speed_is_reported_of_a_broken_model():
 def test_the_record_holds_each_preset_and_scheme_eager_and_compiled():
     experiment = speed.lm_speed()
     names = {cell.name for cell in experiment.cells}
-    assert {"S/prenorm/compiled", "toy/mgr-independent-torch/eager", "S/mgr-competitive-triton/compiled"} <= names
-    assert len(experiment.cells) == len(names) == 2 * 5 * 2
+    shown = {"S/prenorm/compiled/batch-64", "toy/mgr-competitive-torch/eager/batch-256"}
+    assert shown | {"S/mgr-competitive-triton/compiled/batch-16"} <= names
+    assert len(experiment.cells) == len(names) == 2 * 3 * 2 + 1
 
 
 def test_a_cell_gives_the_share_of_the_stated_peak():
-    small = {"device": "cpu", "precision": "bfloat16", "batch_size": {"toy": 1}, "warm_up": 1, "steps": 2}
-    chosen = {"preset": "toy", "residual": "mgr-competitive", "backend": "torch", "compiled": False}
-    (result,) = speed.run_cell(Cell("c", chosen), small | {"peak_tflops": 0.5})
-    assert result.variant == "toy/mgr-competitive-torch/eager"
+    small = {"device": "cpu", "precision": "bfloat16", "warm_up": 1, "steps": 2, "repeats": 3}
+    chosen = {"preset": "toy", "residual": "mgr-competitive", "backend": "torch", "compiled": False, "batch_size": 1}
+    result, *others = speed.run_cell(Cell("c", chosen), small | {"peak_tflops": 0.5})
+    assert result.variant == "toy/mgr-competitive-torch/eager/batch-1"
+    assert [other.seed for other in others] == [1, 2]
     shape = GPTConfig.preset("toy", residual="mgr-competitive")
     assert result.metrics["mfu"] == pytest.approx(mfu(result.metrics["tokens_per_s"], shape, 0.5))
+
+
+def test_what_does_not_fit_in_memory_is_a_row_that_says_so(monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(speed, "training_speed", full)
+    small = {"device": "cpu", "precision": "bfloat16", "warm_up": 1, "steps": 2, "repeats": 2, "peak_tflops": 1.0}
+    chosen = {"preset": "toy", "residual": "prenorm", "backend": "auto", "compiled": False, "batch_size": 1}
+    found = speed.run_cell(Cell("c", chosen), small)
+    assert [result.diverged for result in found] == ["It does not fit in the device's memory."] * 2

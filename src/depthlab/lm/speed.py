@@ -19,7 +19,7 @@ from depthlab.runs import Cell, Experiment, Result
 
 ID = "lm-speed"
 _GIB = 2**30
-_MGR = [(f"mgr-{gate}", backend) for gate in ("independent", "competitive") for backend in ("torch", "triton")]
+_SCHEMES = [("prenorm", "auto"), ("mgr-competitive", "torch"), ("mgr-competitive", "triton")]
 
 
 class Speed(NamedTuple):
@@ -76,49 +76,64 @@ def training_speed(
 
 
 def lm_speed() -> Experiment:
-    """GPT toy and S on one H200, eager and compiled, MGR by the reference and by the kernels."""
+    """GPT toy and S on one H200, eager and compiled, MGR by the reference and by the kernels; PreNorm also at batch 64.
+
+    The batch of 16 is what the reference has memory for.
+    """
     config = {
         "device": "cuda",
         "precision": "bfloat16",
-        "batch_size": {"toy": 256, "S": 16},
-        "warm_up": 10,
-        "steps": 30,
+        "warm_up": 8,
+        "steps": 20,
+        "repeats": 3,
         "peak_tflops": PEAK_BF16_TFLOPS["H200"],
     }
     settings = [
-        {"preset": preset, "residual": residual, "backend": backend, "compiled": compiled}
-        for preset in config["batch_size"]
-        for residual, backend in [("prenorm", "auto"), *_MGR]
+        {"preset": preset, "residual": residual, "backend": backend, "compiled": compiled, "batch_size": batch_size}
+        for preset, batch_size in (("toy", 256), ("S", 16))
+        for residual, backend in _SCHEMES
         for compiled in (False, True)
     ]
+    settings.append({"preset": "S", "residual": "prenorm", "backend": "auto", "compiled": True, "batch_size": 64})
     cells = [Cell(variant(one), one) for one in settings]
     return Experiment(ID, ("MGR-11",), config, cells, run_cell)
 
 
 def variant(settings: dict[str, Any]) -> str:
-    """PRESET/RESIDUAL[-BACKEND]/eager or compiled."""
+    """PRESET/RESIDUAL[-BACKEND]/eager or compiled/batch-SIZE."""
     backend = "" if settings["backend"] == "auto" else f"-{settings['backend']}"
     how = "compiled" if settings["compiled"] else "eager"
-    return f"{settings['preset']}/{settings['residual']}{backend}/{how}"
+    return f"{settings['preset']}/{settings['residual']}{backend}/{how}/batch-{settings['batch_size']}"
 
 
 def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
-    """Speed, MFU (`flops`, against config's peak) and memory of one setting."""
+    """Speed, MFU (`flops`, against the peak in config) and memory of one setting; the seed counts the repeats.
+
+    What does not fit in memory is recorded so.
+    """
     chosen = cell.settings
     shape = GPTConfig.preset(chosen["preset"], residual=chosen["residual"], backend=chosen["backend"])
     torch.compiler.reset()
     with torch.device(config["device"]):
         model = GPT(shape, torch.Generator(config["device"]).manual_seed(0))
-    speed = training_speed(
-        model,
-        batch_size=config["batch_size"][chosen["preset"]],
-        steps=config["steps"],
-        warm_up=config["warm_up"],
-        precision=config["precision"],
-        compiled=chosen["compiled"],
-    )
-    metrics = {**speed._asdict(), "mfu": mfu(speed.tokens_per_s, shape, config["peak_tflops"])}
-    return [Result(variant(chosen), 0, metrics)]
+    results = []
+    for repeat in range(config["repeats"]):
+        try:
+            speed = training_speed(
+                model,
+                batch_size=chosen["batch_size"],
+                steps=config["steps"],
+                warm_up=config["warm_up"],
+                precision=config["precision"],
+                compiled=chosen["compiled"],
+            )
+        except torch.OutOfMemoryError:
+            nothing = dict.fromkeys([*Speed._fields, "mfu"], float("nan"))
+            results.append(Result(variant(chosen), repeat, nothing, diverged="It does not fit in the device's memory."))
+            continue
+        metrics = {**speed._asdict(), "mfu": mfu(speed.tokens_per_s, shape, config["peak_tflops"])}
+        results.append(Result(variant(chosen), repeat, metrics))
+    return results
 
 
 def _times_ms(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
