@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from depthlab.kernels.mgr import ops, reference
 from depthlab.theory import GATES
@@ -73,8 +74,25 @@ def _device_problem(kind: str, index: int | None) -> str:
     return f"{where} (TRITON_INTERPRET=1, set before Python starts, interprets the kernels on the CPU, slowly)"
 
 
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a derivative is taken that torch would leave out in silence, or refuse with a sentence about itself."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        return True
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 def _fused(kind: str, streams: Tensor, update, w_gate, bias, w_pool: Tensor, normalize: bool, eps: float):
     tensors = [x for x in (streams, update, w_gate, bias, w_pool) if x is not None]
+    if not torch.compiler.is_compiling() and any(map(_is_transformed, tensors)):
+        raise RuntimeError(
+            "The fused kernels have gradients by backward() and autograd.grad, and vmap, but no other function transform "
+            "and no forward-mode derivative; use backend='torch' for those."
+        )
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return ops.layer(streams, update, w_gate, bias, w_pool, kind, normalize, float(eps), keep)
 

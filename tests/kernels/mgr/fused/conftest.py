@@ -56,7 +56,7 @@ def used(kind: str) -> tuple[int, ...]:
 
 
 def run(kind: str, inputs, *, backend: str = "triton", module=mgr, **how):
-    """The public function of a kind on the inputs that it takes: (mixed, pooled, beta), what it does not make left out."""
+    """The public function of a kind on the inputs that it takes: those of (mixed, pooled, beta) that it makes."""
     if backend == "reference":
         module = reference
     elif module is mgr:
@@ -114,7 +114,7 @@ def names(kind: str) -> list[str]:
 
 
 def excess(name: str, found, true, floor: float = 1.0) -> float:
-    """The largest error of a result, in units of what is allowed; infinite where it is not finite or not of that shape."""
+    """The largest error of a result, in units of what is allowed; infinite for another shape or where not finite."""
     if found.shape != true.shape:
         return float("inf")
     if found.numel() == 0:
@@ -175,10 +175,10 @@ def force(monkeypatch):
     """force(BLOCK_C=.., HELD=..): launches with these constants in place of the chosen ones."""
     chosen = launch.launch_choice
 
-    def install(warps: int | None = None, **constants) -> None:
-        def choice(*shape: int, **limits):
-            how = chosen(*shape, **limits)
-            return how._replace(constants=how.constants | constants, warps=warps or how.warps)
+    def install(**constants) -> None:
+        def choice(*args, **how):
+            choice = chosen(*args, **how)
+            return choice._replace(constants=choice.constants | constants)
 
         monkeypatch.setattr(launch, "launch_choice", choice)
 

@@ -50,13 +50,17 @@ def test_wide_streams(fused, kind, n, width):
     fused.check(kind, fused.draw(kind, 3, n, width), normalize=True)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 7, 9, 20])
+def test_any_number_of_tokens_is_dealt_out(fused, kind, tokens):
+    fused.check(kind, fused.draw(kind, tokens, 2, 3))
+
+
 TILES = {
     "held, one tile": {"HELD": True, "BLOCK_C": 128},
     "held, three tiles": {"HELD": True, "BLOCK_C": 32},
     "held, loaded weights": {"HELD": True, "HELD_WEIGHTS": False, "BLOCK_C": 128},
     "loaded, one tile": {"HELD": False, "HELD_WEIGHTS": False, "BLOCK_C": 128},
     "loaded, three tiles": {"HELD": False, "HELD_WEIGHTS": False, "BLOCK_C": 32},
-    "loaded, held weights": {"HELD": False, "HELD_WEIGHTS": True, "BLOCK_C": 32},
     "single elements a lane": {"VEC": 1},
     "eight elements a lane": {"VEC": 8},
 }

@@ -1,0 +1,137 @@
+"""Deliberately wrong kernels: each must fail the very comparison, at the very tolerance, that the right ones pass.
+
+A mutant is the source of kernels.py or tiles.py with one string replaced; a string that is not there fails its test.
+"""
+
+# ruff: noqa: E501  (one mutant a line)
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from depthlab.kernels import mgr
+
+FOLDER = Path(mgr.__file__).parent
+LOADED = {"HELD": False, "HELD_WEIGHTS": False}
+READ, MIX = "read", "independent"
+
+# name: (kind, what stands there, what the mutant says, how to run it)
+KERNELS = {
+    "uniform gates": (MIX, "tl.sigmoid(z + bias)", "tl.sigmoid(tl.sum(tl.where(rows < N, z + bias, 0.0), 0) / N + 0.0 * z)", {}),
+    "gates without their bias": (MIX, "tl.sigmoid(z + bias)", "tl.sigmoid(z)", {}),
+    "independent gates for competitive": ("competitive", 'KIND == "competitive":\n        z = tl', "False:\n        z = tl", {}),
+    "a forget share handed out": ("competitive", "tl.sum(e, 0) + e_0\n        return e / total, e_0", "tl.sum(e, 0)\n        return e / total, e_0", {}),
+    "the forget logit's sign turned": ("competitive", "forget = tl.max(bias, 0)", "forget = -tl.max(bias, 0)", {}),
+    "the carry and the gate swapped": (MIX, "beta * f[None, :] + (s - beta * s)", "beta * s + (f[None, :] - beta * f[None, :])", {}),
+    "an update added, not mixed": (MIX, "beta * f[None, :] + (s - beta * s)", "beta * f[None, :] + s", {}),
+    "a dropped stream": (READ, "tl.sum(alpha[:, None] * m, 0), cols, C)", "tl.sum(tl.where((rows < N - 1)[:, None], alpha[:, None] * m, 0.0), 0), cols, C)", {}),
+    "an update appended first": ("append", "(rows == N - 1)[:, None], f", "(rows == 0)[:, None], f", {}),
+    "uniform pool weights": (READ, "e / tl.sum(e, 0)", "tl.where(rows < N, 1.0, 0.0) / N", {}),
+    "padded rows in the softmax": (READ, 'tl.where(rows < N, x, -float("inf"))\n    e', "x\n    e", {}),
+    "a sum for a mean in the norm": (READ, "squares / C + eps", "squares + eps", {}),
+    "eps outside the root": (READ, "tl.rsqrt(squares / C + eps)", "1.0 / (tl.sqrt(squares / C) + tl.sqrt(eps))", {"eps": 1e-2}),
+    "no eps": (READ, "squares / C + eps", "squares / C", {"eps": 1e-2}),
+    "no 1/sqrt(C)": (READ, "scale = C**-0.5", "scale = 1.0", {}),
+    "alpha of the rounded streams": ("append", "m = make_streams(s, f, beta, rows, N, KIND)\n            squares", "m = make_streams(s, f, beta, rows, N, KIND).to(tl.float16).to(tl.float32)\n            squares", {}),
+    "scores of the streams before mixing": (MIX, "along = add(along, m * w, i)", "along = add(along, s * w, i)", {}),
+    "h without its norm": (READ, "rho * tl.sum(alpha[:, None] * m, 0)", "tl.sum(alpha[:, None] * m, 0)", {"normalize": True}),
+    "only a first tile summed": (READ, "        return total + x\n", "        return total\n", {"BLOCK_C": 16}),
+    "stale scores kept for the backward": (MIX, "store_kept(kept_ptr + at * N * 4, z,", "store_kept(kept_ptr + at * N * 4, 0.0 * z,", {}),
+    "a stale norm kept for the backward": (MIX, "z, a, r, r_m, rows, N)\n\n", "z, a, r, r, rows, N)\n\n", {}),
+    "(9) without its second term": (READ, "- shrink * tl.sum(pm, 1)", "", {"normalize": True}),
+    "(9) without p's share of a stream's gradient": (READ, " - shrink * tl.sum(alpha[:, None] * m, 0)", "", {"normalize": True}),
+    "(9) without rho": (READ, "gm = rho * gm - ", "gm = gm - ", {"normalize": True}),
+    "(10) without the mean": (READ, "alpha * (gm - tl.sum(alpha * gm, 0))", "alpha * gm", {}),
+    "(11) without the query": (READ, "d_m + to_w_pool[:, None] * w - ", "d_m - ", {}),
+    "(11) without the norm's own term": (READ, " - to_m[:, None] * m", "", {}),
+    "(11) without the read": (READ, " + alpha[:, None] * g_p[None, :]", "", {}),
+    "(11) without the upstream gradient": (MIX, "rows, cols, N, C, HELD) if HAS_D_MIXED else zero", "rows, cols, N, C, HELD) * 0.0 if HAS_D_MIXED else zero", {}),
+    "(12) of the gradient of the scores alone": (READ, "to_w_pool = d_a * r_m * scale", "to_w_pool = d_a * scale", {}),
+    "(13) without the stream": (MIX, "d_m * (f[None, :] - s)", "d_m * f[None, :]", {}),
+    "(13) without beta's upstream gradient": (MIX, "d_beta += tl.load", "d_beta += 0.0 * tl.load", {}),
+    "(14i) without 1 - beta": (MIX, "beta * (1.0 - beta) * d_beta", "beta * d_beta", {}),
+    "(14c) without the mean": ("competitive", "beta * (d_beta - mean)", "beta * d_beta", {}),
+    "(14c) without beta_0": ("competitive", "beta_0 * mean", "mean", {}),
+    "(14c) with the bias's sign turned": ("competitive", "d_bias -= tl.where", "d_bias += tl.where", {}),
+    "(14i) of the last token only": (MIX, "d_bias += d_z", "d_bias = d_z", {}),
+    "(15) without the gate": (MIX, "tl.sum(beta[:, None] * d_m, 0), cols", "tl.sum(d_m, 0), cols", {}),
+    "(16) without the carry": (MIX, "(1.0 - beta)[:, None] * d_m + ", "d_m + ", {}),
+    "(16) without the gate's query": (MIX, " + to_w_gate[:, None] * w - to_s", " - to_s", {}),
+    "(16) without the norm's own term": (MIX, " - to_s[:, None] * s", "", {}),
+    "(17) of the mixed streams": (MIX, "tl.sum(to_w_gate[:, None] * s, 0)", "tl.sum(to_w_gate[:, None] * m, 0)", {}),
+    "gate and pool queries swapped": (MIX, "w_gate_held = hold_row(w_gate_ptr", "w_gate_held = hold_row(w_pool_ptr", {"HELD_WEIGHTS": True}),
+    "(12) of a program's last token": (READ, "(d_w_pool[i] + d_w,)", "(d_w,)", {}),
+    "(12) of a program's last token, loaded": (READ, "load_row(own_ptr + C, cols, C) + d_w", "d_w", LOADED),
+    "(17) of a program's last token": (MIX, "(d_w_gate[i] + d_w,)", "(d_w,)", {}),
+    "(17) of a program's last token, loaded": (MIX, "load_row(own_ptr, cols, C) + d_w", "d_w", LOADED),
+}  # fmt: skip
+TILES = {
+    "rows of the next token": (READ, "(rows < N)[:, None] & (cols < C)[None, :]\n    return", "(rows < N + 1)[:, None] & (cols < C)[None, :]\n    return", {}),
+    "columns of the next row": (READ, "(rows < N)[:, None] & (cols < C)[None, :]\n    return", "(rows < N)[:, None] & (cols < C + 1)[None, :]\n    return", {}),
+    "an update past its end": (MIX, "mask=cols < C, other=0.0", "mask=cols < C, other=1.0", {}),
+    "half precision products": (READ, "mask=mask, other=0.0).to(tl.float32)", "mask=mask, other=0.0).to(tl.float16).to(tl.float32)", {}),
+    "one bias for all streams": (MIX, 'rows * 0 if KIND == "competitive" else rows', "rows * 0", {}),
+    "gate and pool scores swapped": (MIX, "tl.join(tl.join(z, r), tl.join(a, r_m))", "tl.join(tl.join(a, r), tl.join(z, r_m))", {}),
+}  # fmt: skip
+
+
+MUTANTS = {name: ("kernels", *rest) for name, rest in KERNELS.items()}
+MUTANTS |= {name: ("tiles", *rest) for name, rest in TILES.items()}
+SETTINGS = [(kind, how) for kind, _, _, how in [*KERNELS.values(), *TILES.values()]]
+SETTINGS = [x for i, x in enumerate(SETTINGS) if x not in SETTINGS[:i]]
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch, force):
+    """copied(file, old, new, **constants): the kernels that run are a copy, in one of whose files `old` reads `new`."""
+
+    def install(file: str, old: str, new: str, **constants) -> None:
+        sources = {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in ("tiles", "kernels")}
+        assert old in sources[file], f"{file}.py no longer says {old!r}: state this mutant anew"
+        sources[file] = sources[file].replace(old, new)
+        sources["kernels"] = sources["kernels"].replace("depthlab.kernels.mgr.tiles", "copied_tiles")
+        for name, source in sources.items():
+            path = tmp_path / f"copied_{name}.py"
+            path.write_text(source, encoding="utf-8")
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, path.stem, module)
+            spec.loader.exec_module(module)
+        monkeypatch.setattr(mgr, "kernels", module, raising=False)
+        force(**constants)
+
+    return install
+
+
+def worst(fused, kind: str, how: dict) -> float:
+    how = {k: v for k, v in how.items() if k.islower()}
+    return max(fused.errors(kind, fused.draw(kind, None, 3, 40), **how).values())
+
+
+@pytest.mark.parametrize(("kind", "how"), SETTINGS)
+def test_an_unchanged_copy_passes(fused, copied, kind, how):
+    copied("kernels", "", "", **{k: v for k, v in how.items() if k.isupper()})
+    assert worst(fused, kind, how) <= 1
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_fails(fused, copied, name):
+    file, kind, old, new, how = MUTANTS[name]
+    copied(file, old, new, **{k: v for k, v in how.items() if k.isupper()})
+    assert worst(fused, kind, how) > 4  # so 2,000 float32 roundoffs and more
+
+
+def test_pooling_the_rounded_streams_is_told_apart_in_half_precision(fused, copied):
+    """What is right in float32 and wrong in float16: scores and pool of the streams as they were stored."""
+    old = "m = make_streams(s, f, beta, rows, N, KIND)\n            if KIND"
+    inputs = fused.draw("independent", None, 4, 100, torch.float16)
+    copied("kernels", old, old.replace("\n", ".to(tl.float16).to(tl.float32)\n", 1))
+    assert fused.errors("independent", inputs)["pooled"] > 1
+
+
+def test_a_replacement_that_finds_nothing_is_no_mutant(copied):
+    with pytest.raises(AssertionError, match="state this mutant anew"):
+        copied("kernels", "what no kernel says", "")
