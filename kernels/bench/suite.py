@@ -78,7 +78,7 @@ def run_suite() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={report}", "tests/kernels/mgr"]
-        command += ["-n", "4"] if importlib.util.find_spec("xdist") else []  # most of the time goes to compiling
+        command += ["-n", "12"] if importlib.util.find_spec("xdist") else []  # most of the time goes to compiling
         done = subprocess.run(command, cwd=root, env=environment, timeout=_TIMEOUT_S)
         if not report.is_file():
             raise RuntimeError(f"pytest ended with code {done.returncode} and no report")
