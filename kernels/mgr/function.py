@@ -90,8 +90,8 @@ def _fused(kind: str, streams: Tensor, update, w_gate, bias, w_pool: Tensor, nor
     tensors = [x for x in (streams, update, w_gate, bias, w_pool) if x is not None]
     if not torch.compiler.is_compiling() and any(map(_is_transformed, tensors)):
         raise RuntimeError(
-            "The fused kernels have gradients by backward() and autograd.grad, and vmap, but no forward-mode derivative "
-            "and no other function transform; use backend='torch' for those."
+            "The fused kernels have gradients by backward() and autograd.grad, and vmap, but no forward mode and no "
+            "other function transform; use backend='torch' for those."
         )
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return ops.layer(streams, update, w_gate, bias, w_pool, kind, normalize, float(eps), keep)
