@@ -37,16 +37,38 @@ def test_the_gpu_record_has_both_at_two_loop_counts_from_three_seeds_a_sweep_and
         for loops in (6, 12):
             plain = {"variant": variant, "n_loops": loops, "rate": 1.0}
             assert [plain | {"seed": seed} in cells for seed in (0, 1, 2)] == [True] * 3
-        rates = {s["rate"] for s in cells if s["variant"] == variant and s["n_loops"] == 12 and s["seed"] == 0}
-        assert {0.25, 0.5, 1.0, 2.0} <= rates
+        sweep = [s for s in settings(experiments.looped_rates()) if s["variant"] == variant]
+        assert {0.25, 0.5, 2.0} <= {s["rate"] for s in sweep} and {s["n_loops"] for s in sweep} == {12}
+    assert experiments.looped_rates().config == config
     assert sum(s.get("tied") is False for s in cells) == sum("backprop_loops" in s for s in cells) == 3
     names = [experiments.variant({**config, **s, "searched": False}) for s in cells]
     assert "lt/K=12/rate=1/untied" in names and "lt/K=12/rate=1/backprop=3" in names
     assert len({(name, s["seed"]) for name, s in zip(names, cells, strict=True)}) == len(cells)
 
 
+ALL = ("looped_instability", "looped_rates", "looped_toy", "looped_toy_search")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_variant_has_every_seed_of_its_record(name):
+    experiment = getattr(experiments, name)()
+    seeds = {}
+    for s in settings(experiment):
+        own = experiments.variant({**experiment.config, **s, "searched": "n_layers" in s})
+        seeds.setdefault(own, []).append(s["seed"])
+    assert len({tuple(sorted(found)) for found in seeds.values()}) == 1
+
+
+def test_the_toy_has_the_size_and_rate_of_its_search():
+    toy, search = experiments.looped_toy(), experiments.looped_toy_search()
+    chosen = {"n_layers": toy.config["n_layers"], "d_model": toy.config["d_model"], "rate": experiments.TOY_RATE}
+    assert sum(chosen.items() <= s.items() for s in settings(search)) == 2  # both variants
+    shared = ("steps", "batch_size", "seq_len", "n_heads", "optimizer", "data")
+    assert all(toy.config[name] == search.config[name] for name in shared)
+
+
 @pytest.mark.parametrize("index", [0, -1])
-@pytest.mark.parametrize("name", ["looped_instability", "looped_toy", "looped_toy_search"])
+@pytest.mark.parametrize("name", ALL)
 def test_a_cell_gives_all_numbers_and_curves(name, index):
     experiment = getattr(experiments, name)()
     config = experiment.config | {k: v for k, v in TINY.items() if k in experiment.config}
@@ -61,6 +83,9 @@ def test_a_cell_gives_all_numbers_and_curves(name, index):
     n_loops = {**config, **cell.settings}["n_loops"]
     assert result.curves["norms_end"].x == list(range(1, n_loops + 1))
     assert result.curves["norms_end"].y[-1] == pytest.approx(result.metrics["norm_last"], rel=1e-5)
+    if "curves" in config:
+        assert list(result.curves) == config["curves"]
+        return
     assert len(result.curves["gradient_norm"].y) == 6
     parts = [name for name in result.curves if name.startswith("gradient_norm/")]
     squares = sum(result.curves[part].y[3] ** 2 for part in parts)
@@ -86,8 +111,12 @@ def test_long_series_keep_at_most_200_points_at_their_own_steps(looped):
     for steps in (1, 199, 200, 201, 1000):
         series = torch.arange(steps).double()
         found = Followed(series, torch.ones(steps, count), torch.ones(steps, 3), 0, 1.0)
-        curve = experiments.curves_of(found, model)["loss"]
-        assert len(curve.x) <= 200 and [x - 1 for x in curve.x] == curve.y and curve.x[0] == 1
+        curves = experiments.curves_of(found, model, steps)
+        curve = curves["loss"]
+        assert min(steps, 100) <= len(curve.x) <= 200 and [x - 1 for x in curve.x] == curve.y and curve.x[0] == 1
+        assert len(curves["gradient_norm/blocks-1"].x) <= 50
+        stopped = experiments.curves_of(found, model, 1000)["loss"]  # the steps of a run that was to go on
+        assert stopped.x == [x for x in range(1, 1000, 5) if x <= steps]
 
 
 def test_the_entropy_of_byte_frequencies_is_that_of_the_shares():

@@ -1,6 +1,6 @@
 """The recorded runs of looped transformers: where the plain one breaks, and what does not.
 
-`depthlab runs make looped-instability` (GPU), `looped-toy` and `looped-toy-search` (CPU).
+`depthlab runs make looped-instability`, `looped-rates` (GPU); `looped-toy`, `looped-toy-search` (CPU).
 """
 
 import math
@@ -22,9 +22,22 @@ from depthlab.runs import Cell, Curve, Experiment, Result, grid
 
 SEEDS = [0, 1, 2]
 CLAIMS = ("FLT-1", "FLT-2", "FLT-3", "FLT-6")
-POINTS = 200  # of a curve over steps
+POINTS, PART_POINTS = 200, 50  # of a curve over steps, and of the gradient norm of one part of the model
 FINAL_SHARE = 0.05  # of training, over which the final loss is a mean
 PLATEAU_NATS = 0.4  # a run that ends less than this below the byte frequencies' entropy has learned nothing else
+_GPU = {
+    "data": "sotu",
+    "n_layers": 6,
+    "d_model": 384,
+    "n_heads": 3,
+    "seq_len": 512,
+    "batch_size": 32,
+    "steps": 1000,
+    "optimizer": "flt",
+    "validation_tokens": 2**18,
+    "precision": "bfloat16",
+    "compiled": True,
+}
 TOY_RATE = 2.0  # times the published rates
 _TOY = {
     "data": "sotu",
@@ -40,49 +53,41 @@ _SHAPE = ("n_layers", "n_loops", "d_model", "n_heads", "seq_len", "tied", "backp
 
 
 def looped_instability() -> Experiment:
-    """LT and FLT at 12 and 6 loops; their rates at 12; LT untied and truncated; the other variants at 12."""
-    config = {
-        "data": "sotu",
-        "n_layers": 6,
-        "d_model": 384,
-        "n_heads": 3,
-        "seq_len": 512,
-        "batch_size": 32,
-        "steps": 1000,
-        "optimizer": "flt",
-        "validation_tokens": 2**18,
-        "precision": "bfloat16",
-        "compiled": True,
-    }
+    """LT and FLT at 12 and 6 loops; LT untied and truncated; the other variants at 12."""
     main = grid(variant=["lt", "flt"], n_loops=[12, 6], rate=[1.0], seed=SEEDS)
-    sweep = grid(variant=["lt", "flt"], n_loops=[12], rate=[0.125, 0.25, 0.5, 2.0], seed=[0])
     untied = grid(variant=["lt"], n_loops=[12], rate=[1.0], tied=[False], seed=SEEDS)
     truncated = grid(variant=["lt"], n_loops=[12], rate=[1.0], backprop_loops=[3], seed=SEEDS)
     others = grid(variant=["lt-input", "lt-attn", "flt-res"], n_loops=[12], rate=[1.0], seed=SEEDS)
-    cells = [*main, *sweep, *untied, *truncated, *others]
-    return Experiment("looped-instability", (*CLAIMS, "FLT-4", "FLT-5", "FLT-12"), config, cells, run_cell)
+    cells = [*main, *untied, *truncated, *others]
+    return Experiment("looped-instability", (*CLAIMS, "FLT-4", "FLT-5", "FLT-12"), _GPU, cells, run_cell)
+
+
+def looped_rates() -> Experiment:
+    """LT and FLT at 12 loops and other rates, one seed: is LT's collapse a badly chosen rate?"""
+    cells = grid(variant=["lt", "flt"], n_loops=[12], rate=[0.125, 0.25, 0.5, 2.0], seed=[0])
+    return Experiment("looped-rates", ("FLT-3", "FLT-6"), _GPU, cells, run_cell)
 
 
 def looped_toy() -> Experiment:
-    """The same contrast on a CPU: LT and FLT by loops and at two rates, controls, and the other variants.
+    """The same contrast on a CPU: LT and FLT by loops and by rates, controls, and the other variants.
 
-    Size and rate are from `looped_toy_search`: at twice the published rates LT with 12 loops learns little more
-    than how common each byte is, while FLT learns on.
+    Size and rate are from `looped_toy_search`: of its settings the one in which LT's validation loss is furthest above
+    FLT's. There LT with 12 loops learns no more than how common each byte is.
     """
     config = {**_TOY, "n_layers": 2, "d_model": 64, "validation_tokens": 2**14}
     loops = grid(variant=["lt", "flt"], n_loops=[1, 3, 6, 12], rate=[TOY_RATE], seed=SEEDS)
-    published = grid(variant=["lt", "flt"], n_loops=[12], rate=[1.0], seed=SEEDS)
+    rates = grid(variant=["lt", "flt"], n_loops=[12], rate=[0.25, 1.0], seed=SEEDS)
     untied = grid(variant=["lt"], n_loops=[12], rate=[TOY_RATE], tied=[False], seed=SEEDS)
     truncated = grid(variant=["lt"], n_loops=[12], rate=[TOY_RATE], backprop_loops=[3], seed=SEEDS)
     others = grid(variant=["lt-input", "lt-attn", "flt-res"], n_loops=[12], rate=[TOY_RATE], seed=SEEDS)
-    cells = [*loops, *published, *untied, *truncated, *others]
+    cells = [*loops, *rates, *untied, *truncated, *others]
     return Experiment("looped-toy", CLAIMS, config, cells, run_cell)
 
 
 def looped_toy_search() -> Experiment:
-    """Where does LT break on a CPU and FLT does not? One seed, 12 loops; size, rate and variant."""
-    config = {**_TOY, "n_loops": 12, "validation_tokens": 2**12}
-    cells = grid(n_layers=[1, 2], d_model=[32, 64], rate=[1.0, 2.0, 4.0, 8.0], variant=["lt", "flt"], seed=[0])
+    """Where does LT break on a CPU and FLT does not? One seed, 12 loops; blocks, width, rate and variant."""
+    config = {**_TOY, "n_loops": 12, "validation_tokens": 2**12, "curves": ["loss", "norms_end"]}
+    cells = grid(n_layers=[1, 2], d_model=[32, 64], rate=[1.0, 2.0, 4.0], variant=["lt", "flt"], seed=[0])
     return Experiment("looped-toy-search", ("FLT-3",), config, cells, run_cell)
 
 
@@ -113,7 +118,9 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
     why = f"The loss or a gradient was not finite at step {followed.stopped}." if followed.stopped else ""
     if bad and not why:
         why = f"Its {bad[0]} was not finite."
-    return [Result(variant(chosen), seed, metrics, curves_of(followed, model), why)]
+    curves = curves_of(followed, model, chosen["steps"])
+    kept = {name: curve for name, curve in curves.items() if name in chosen.get("curves", curves)}
+    return [Result(variant(chosen), seed, metrics, kept, why)]
 
 
 def variant(chosen: dict[str, Any]) -> str:
@@ -154,19 +161,25 @@ def metrics_of(followed: Followed, entropy: float) -> dict[str, float]:
     }
 
 
-def curves_of(followed: Followed, model: LoopedTransformer) -> dict[str, Curve]:
-    """Over steps: loss, gradient_norm and that of each part, norm_last. Over loops: norms_early, .._middle, .._end."""
-    steps = len(followed.losses)
-    kept = torch.arange(0, steps, max(1, -(-steps // POINTS)))  # every k-th step, at most POINTS
-    over_steps = {"loss": followed.losses, "norm_last": followed.loop_norms[:, -1]}
-    over_steps["gradient_norm"] = torch.linalg.vector_norm(followed.gradient_norms, dim=-1)
+def curves_of(followed: Followed, model: LoopedTransformer, steps: int) -> dict[str, Curve]:
+    """Over the run's `steps`: loss, gradient_norm and that of each part, norm_last; over loops: norms_early, .., _end.
+
+    Over steps every k-th is kept. A run that stopped has shorter curves over the same steps.
+    """
+    curves = {}
+
+    def keep(name: str, series: torch.Tensor, points: int) -> None:
+        at = range(0, len(series), -(-steps // points))
+        curves[name] = Curve([step + 1 for step in at], [float(series[step]) for step in at])
+
+    keep("loss", followed.losses, POINTS)
+    keep("norm_last", followed.loop_norms[:, -1], POINTS)
+    keep("gradient_norm", torch.linalg.vector_norm(followed.gradient_norms, dim=-1), POINTS)
     for part, series in part_norms(followed.gradient_norms, model).items():
-        over_steps[f"gradient_norm/{part.replace('.', '-')}"] = series
-    at = (kept + 1).tolist()
-    curves = {name: Curve(at, series[kept].tolist()) for name, series in over_steps.items()}
+        keep(f"gradient_norm/{part.replace('.', '-')}", series, PART_POINTS)
     loops = list(range(1, followed.loop_norms.shape[1] + 1))
     for name, share in (("early", 0.1), ("middle", 0.5), ("end", 1.0)):
-        row = followed.loop_norms[max(0, round(share * steps) - 1)]
+        row = followed.loop_norms[max(0, round(share * len(followed.losses)) - 1)]
         curves[f"norms_{name}"] = Curve(loops, row.tolist())
     return curves
 
