@@ -216,10 +216,40 @@ def test_only_the_newest_are_kept_and_what_kills_left_is_removed(run):
     os.rename(run / "step-000001", run / ".step-000001.old.tmp")
     checkpoint.clean(run)
     assert [p.name for p in sorted(run.iterdir())] == ["step-000002", "step-000003"]
-    checkpoint.prune(run, 0)
+    checkpoint.prune(run, 0, 3)
     assert len(checkpoint.checkpoints(run)) == 2
-    checkpoint.prune(run, 1)
+    checkpoint.prune(run, 1, 3)
     assert [p.name for p in run.iterdir()] == ["step-000003"]
+
+
+def test_later_checkpoints_that_were_passed_over_never_push_out_a_good_one(run):
+    (run / "step-000003" / "state.json").write_text("{")
+    checkpoint.prune(run, 1, 2)
+    assert [p.name for p in sorted(run.iterdir())] == ["step-000002", "step-000003"]
+
+
+def test_hidden_files_of_others_are_left_alone(run):
+    for name in (".mine.tmp", ".step-1.new.tmp", ".notes.json.tmp"):
+        (run / name).touch()
+    for name in (".run.json.123.tmp", ".log.jsonl.7.tmp", ".nonfinite-step-000002.json.9.tmp"):
+        (run / name).touch()
+    checkpoint.clean(run)
+    assert sorted(p.name for p in run.glob(".*")) == [".mine.tmp", ".notes.json.tmp", ".step-1.new.tmp"]
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(run):
+    shutil.rmtree(run / "step-000003")
+    os.rename(run / "step-000001", run / "step-000003")
+    with pytest.raises(CheckpointError, match="is damaged .it is that of step 1.*The last good checkpoint is"):
+        checkpoint.find(run / "step-000003")
+    assert checkpoint.latest_good(run)[0] == run / "step-000002"
+
+
+def test_the_current_folder_may_be_a_checkpoint(run, monkeypatch):
+    monkeypatch.chdir(run / "step-000002")
+    assert checkpoint.find(".")[1]["step"] == 2
+    monkeypatch.chdir(run)
+    assert checkpoint.find(".")[1]["step"] == 3 and checkpoint.find("step-000001")[1]["step"] == 1
 
 
 def test_what_json_cannot_hold_is_refused_before_a_wrong_number_is_saved(tmp_path):

@@ -361,6 +361,22 @@ def test_resume_takes_the_newest_good_one_and_names_those_it_passed_over(tmp_pat
     assert checkpoint.find(tmp_path)[0].name == "step-000006"
 
 
+def test_a_damaged_checkpoint_does_not_cost_the_good_ones_that_a_resumed_run_saves_before_it(tmp_path, monkeypatch):
+    train(tiny(), stream(), QUICK, tmp_path, quiet=True)
+    (tmp_path / "step-000006" / "model.safetensors").write_bytes(b"torn")
+    config = replace(QUICK, keep=1, checkpoint_every=5)
+
+    def stop(run, step):
+        path = save(run, step)
+        raise KeyboardInterrupt if path.exists() else AssertionError
+
+    save = training._save
+    monkeypatch.setattr(training, "_save", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(), stream(), config, tmp_path, resume=True, quiet=True)
+    assert checkpoint.find(tmp_path)[1]["step"] == 5
+
+
 def test_a_checkpoint_of_another_run_is_passed_over_by_name(tmp_path, capsys):
     whole = tiny()
     train(whole, stream(), QUICK, tmp_path / "a", quiet=True)

@@ -32,6 +32,8 @@ from depthlab.data.files import gist, sha256_of_file
 _FORMAT = "depthlab-checkpoint-1"
 _FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 _NAME = re.compile(r"step-(\d{6,})")
+# Hidden names of `save`, `prune` and `write_atomic`.
+_LEFT = re.compile(r"\.(step-\d{6,}\.(new|old)|[\w-]+\.jsonl?\.\d+)\.tmp")
 # What may differ between the model that was saved and the one it is loaded into: how it computes, not what.
 _FREE = ("backend",)
 
@@ -123,7 +125,7 @@ def verify(path: Path) -> dict[str, Any]:
     """state.json of the checkpoint at `path`, after every byte of it was compared with the manifest.
 
     Raises:
-        CheckpointError: missing, torn, or of another format.
+        CheckpointError: missing, torn, of another format, or under another step's name.
     """
     path = Path(path)
     step_of(path)
@@ -135,7 +137,10 @@ def verify(path: Path) -> dict[str, Any]:
         for name in _FILES:
             if sha256_of_file(path / name) != sums[name]:
                 raise ValueError(f"{name} does not have its SHA-256")
-        return json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if state["step"] != step_of(path):
+            raise ValueError(f"it is that of step {state['step']}")
+        return state
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         what = f"there is no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else gist(error)
         raise CheckpointError(f"The checkpoint {path} is damaged ({what}).") from None
@@ -176,6 +181,8 @@ def find(place: str | Path) -> tuple[Path, dict[str, Any], list[str]]:
         CheckpointError: `place` is torn (the message offers the last good one), holds no good one, or does not exist.
     """
     place = Path(place)
+    whole = Path(os.path.abspath(place))  # "." has no name of its own
+    place = whole if _NAME.fullmatch(whole.name) and not _NAME.fullmatch(place.name) else place
     if _NAME.fullmatch(place.name):
         try:
             return place, verify(place), []
@@ -226,16 +233,20 @@ def load(
     return state
 
 
-def prune(out_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; 0 keeps all. Each goes by one rename before it is deleted."""
-    for path in checkpoints(out_dir)[:-keep] if keep else []:
+def prune(out_dir: Path, keep: int, step: int) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step`; 0 keeps all. Each goes by one rename first.
+
+    Later ones neither count nor go: a resumed run passed them over as damaged or another run's.
+    """
+    known = [path for path in checkpoints(out_dir) if step_of(path) <= step]
+    for path in known[:-keep] if keep else []:
         _set_aside(path)
     clean(out_dir)
 
 
 def clean(out_dir: Path) -> None:
-    """Remove what interrupted writes and deletions left: all that is hidden and ends in .tmp."""
-    for left in Path(out_dir).glob(".*.tmp"):
+    """Remove what interrupted writes and deletions of a run left; hidden files of others stay."""
+    for left in filter(lambda path: _LEFT.fullmatch(path.name), Path(out_dir).glob(".*.tmp")):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:

@@ -387,6 +387,6 @@ def _save(run: _Run, step: int) -> Path:
     run.log.sync()
     state = {"settings": run.settings, "stream": run.stream.state_dict()}
     path = checkpoint.save(run.out, step, run.model, run.optimizers, state)
-    checkpoint.prune(run.out, run.config.keep)
+    checkpoint.prune(run.out, run.config.keep, step)
     run.since += time.perf_counter() - began  # the time of a save is no time of a step
     return path
