@@ -197,10 +197,10 @@ def test_checkpointed_loops_give_equal_gradients_and_keep_less(variant, looped, 
 
 
 def test_checkpointed_training_does_not_grow(looped, tokens):
-    model, alive = looped(checkpoint_loops=True), []
+    model, alive = looped(checkpoint_loops=True, n_layers=1), []
     with Storages() as storages:
         for _ in range(50):
-            model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+            model.loss(tokens[:, :4], tokens[:, 1:5]).backward()
             model.zero_grad(set_to_none=True)
             alive.append(storages.alive())
     assert max(alive[5:]) == min(alive[5:])
@@ -280,23 +280,23 @@ def test_an_untied_stack_has_blocks_for_each_loop_and_equals_the_tied_one_with_c
 def test_what_compiling_costs_does_not_grow_with_the_loops(tied, looped, tokens):
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     graphs, operations = [], []
-    for n_loops, backend in ((2, "aot_eager"), (3, "eager"), (12, "eager")):
+    for n_loops, backend in ((2, "aot_eager"), (12, "eager")):
         torch.compiler.reset()
-        model = looped("flt", n_loops=n_loops, tied=tied)
+        model = looped("flt", n_loops=n_loops, tied=tied, n_layers=1)
         counter = CompileCounterWithBackend(backend)
         loss = torch.compile(model.loss, backend=counter)(inputs, targets)
         found = gradients(model, loss)
         same_gradients(found, gradients(model, model.loss(inputs, targets)), rtol=1e-4, atol=1e-5)
         graphs.append(counter.frame_count)
         operations.append(counter.op_count)
-    assert graphs[0] == graphs[1] == graphs[2] <= 5
-    assert operations[0] == operations[1] == operations[2]
+    assert graphs[0] == graphs[1] <= 5
+    assert operations[0] == operations[1]
 
 
 @pytest.mark.slow
 def test_a_compiled_model_takes_any_loop_count_without_being_compiled_again(looped, tokens):
     torch.compiler.reset()
-    model = looped("flt-res")
+    model = looped("flt-res", n_layers=1)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter)
     with torch.no_grad():
