@@ -93,8 +93,7 @@ def _fused(kind: str, streams: Tensor, update, w_gate, bias, w_pool: Tensor, nor
             "The fused kernels have gradients by backward() and autograd.grad, and vmap, but no forward mode and no "
             "other function transform; use backend='torch' for those."
         )
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return ops.layer(streams, update, w_gate, bias, w_pool, kind, normalize, float(eps), keep)
+    return ops.run(streams, update, w_gate, bias, w_pool, kind, normalize, float(eps))
 
 
 def mix_and_pool(

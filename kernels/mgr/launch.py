@@ -7,6 +7,7 @@ registers allow; fewer leave the memory idle, more change nothing.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 FORWARD_LANE, BACKWARD_LANE = 128, 64  # elements of a tile that one lane holds
@@ -29,12 +30,14 @@ class Launch(NamedTuple):
     short_tokens: int
 
 
+@lru_cache
 def launch_choice(n: int, width: int, itemsize: int = 2, *, backward: bool, shared_bytes: int = SHARED_BYTES) -> Launch:
     """The launch for streams [.., n, width] of `itemsize` bytes an element."""
     n_pad, padded = _power_of_two(n), _power_of_two(width)
     chunked = width % CHUNK == 0 and width < (padded if backward or n_pad > 4 else 0.75 * padded)
     block = CHUNK if chunked else padded
-    tile = n_pad * math.ceil(width / block) * block
+    columns = math.ceil(width / block) * block
+    tile = n_pad * columns
     lane, largest = (BACKWARD_LANE, BACKWARD_TILE) if backward else (FORWARD_LANE, FORWARD_TILE)
     if chunked and n_pad > 4 and not backward:
         lane += 32
@@ -42,8 +45,8 @@ def launch_choice(n: int, width: int, itemsize: int = 2, *, backward: bool, shar
     if tile > largest or (warps > 1 and block < 64 * warps):
         return _in_blocks(n_pad, block)
     stages = 3 if not backward else 1 if chunked and n_pad > 4 else 2
-    loaded = ((2 * n + 2) if backward else (n + 1)) * width * itemsize  # a token's bytes
-    while stages > 1 and (stages - 1) * loaded + 16 * width > shared_bytes:  # 16: both weights, and some to spare
+    loaded = ((2 * n_pad + 2) if backward else (n_pad + 1)) * columns * itemsize  # a token's bytes, padding included
+    while stages > 1 and (stages - 1) * loaded + 16 * columns > shared_bytes:  # 16: both weights, and some to spare
         stages -= 1
     constants = {
         "BLOCK_C": block,

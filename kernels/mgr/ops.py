@@ -1,8 +1,10 @@
-"""The fused layer as torch operators: launches, shapes for tracing, gradients. `function.py` checks what comes in.
+"""The fused layer in torch: launches, gradients, and the operators that tracers see. `function.py` checks inputs.
 
-``depthlab::mgr_layer`` and ``depthlab::mgr_layer_backward`` are opaque to `torch.compile`: it neither breaks the graph
-at them nor looks inside. Both are deterministic: a program sums its own tokens' weight gradients in order, and one
-`sum` adds up the programs. A kind ("independent", "competitive", "append", "read") is what `kernels.py` calls so.
+`run` computes a layer and its gradients. Whoever traces or transforms (torch.compile, vmap, dispatch modes) meets two
+operators, ``depthlab::mgr_layer`` and ``depthlab::mgr_layer_backward``, and cannot look inside; all others get the same
+functions without them, since calling an operator written in Python costs more than the GPU's work on small inputs.
+Everything is deterministic: a program sums its own tokens' weight gradients in order, and one `sum` adds up the
+programs. A kind ("independent", "competitive", "append", "read") is what `kernels.py` calls so.
 """
 
 import math
@@ -20,8 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "y
 INTERPRETED_PROGRAMS = 4  # in Triton's interpreter: few, so that each walks over several tokens as on a GPU
 
 
-@torch.library.custom_op("depthlab::mgr_layer", mutates_args=())
-def layer(
+def compute(
     streams: Tensor,
     update: Tensor | None,
     w_gate: Tensor | None,
@@ -48,8 +49,7 @@ def layer(
     return outputs
 
 
-@torch.library.custom_op("depthlab::mgr_layer_backward", mutates_args=())
-def layer_backward(
+def compute_backward(
     streams: Tensor,
     update: Tensor | None,
     w_gate: Tensor | None,
@@ -66,7 +66,7 @@ def layer_backward(
     """Equations (9) to (17): gradients of streams, update, w_gate, bias and w_pool; of an absent one it is empty."""
     from depthlab.kernels.mgr import kernels
 
-    d_streams, d_update, *_ = _gradients(streams, update, w_gate, bias, w_pool)
+    d_streams, d_update = _gradients(streams, update)
     n, width = streams.shape[-2] + (kind == "append"), streams.shape[-1]
     if d_pooled is None:
         d_pooled = streams.new_zeros([*streams.shape[:-2], width])
@@ -79,15 +79,14 @@ def layer_backward(
     flags = {"HAS_D_MIXED": d_mixed is not None, "HAS_D_BETA": d_beta is not None}
     arguments += [d_streams, d_update, d_weights, *shares[1:]]
     _launch(kernels.layer_bwd_kernel, how, shares, d_pooled, n, kind, normalize, arguments, flags)
-    total = d_weights.sum(0)
-    d_w_gate, d_w_pool, d_bias = total[:width], total[width : 2 * width], total[2 * width :]
     absent = streams.new_empty(0)
+    d_w_gate, d_w_pool, d_bias = d_weights.tensor_split([width, 2 * width], dim=1)
     return (
         d_streams,
         d_update,
-        absent if w_gate is None else d_w_gate.to(w_gate.dtype, copy=True),
-        absent.clone() if bias is None else d_bias[: bias.numel()].to(bias.dtype, copy=True),
-        d_w_pool.to(w_pool.dtype, copy=True),
+        absent if w_gate is None else d_w_gate.sum(0).to(w_gate.dtype),
+        absent.clone() if bias is None else d_bias[:, : bias.numel()].sum(0).to(bias.dtype),
+        d_w_pool.sum(0).to(w_pool.dtype),
     )
 
 
@@ -102,6 +101,10 @@ def _outputs(streams: Tensor, update: Tensor | None, kind: str, keep: bool) -> t
 
 def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+layer = torch.library.custom_op("depthlab::mgr_layer", compute, mutates_args=())
+layer_backward = torch.library.custom_op("depthlab::mgr_layer_backward", compute_backward, mutates_args=())
 
 
 @layer.register_fake
@@ -121,17 +124,17 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # zeros for an output that nobody used would be read like any gradient
 
 
-def _backward(ctx, d_mixed, d_pooled, d_beta, _):
+def _backward(ctx, *upstream: Tensor | None, plain: bool = False) -> tuple[Tensor | None, ...]:
     *tensors, kept = ctx.saved_tensors
+    forward, backward = (compute, compute_backward) if plain else (layer, layer_backward)
+    how = (ctx.kind, ctx.normalize, ctx.eps)
     if not ctx.kept:  # the caller did not see that a gradient would be asked for
-        kept = layer(*tensors, ctx.kind, ctx.normalize, ctx.eps, True)[3]
+        kept = forward(*tensors, *how, True)[3]
+    d_mixed, d_pooled, d_beta, _ = upstream
     upstream = (d_mixed if ctx.kind != "read" else None, d_pooled, d_beta if tensors[2] is not None else None)
-    found = layer_backward(*tensors, kept, *upstream, ctx.kind, ctx.normalize, ctx.eps)
-    needed = ctx.needs_input_grad
-    return (
-        *(d if x is not None and need else None for d, x, need in zip(found, tensors, needed, strict=False)),
-        *[None] * 4,
-    )
+    found = backward(*tensors, kept, *upstream, *how)
+    needed = zip(found, tensors, ctx.needs_input_grad[:5], strict=True)
+    return (*(d if x is not None and need else None for d, x, need in needed), *[None] * 4)
 
 
 def _twice(ctx, *grads):
@@ -140,6 +143,33 @@ def _twice(ctx, *grads):
 
 layer.register_autograd(_backward, setup_context=_save)
 layer_backward.register_autograd(_twice)
+
+
+class _Layer(torch.autograd.Function):
+    """The gradients of `layer`, without the operator."""
+
+    @staticmethod
+    def forward(ctx, *inputs) -> tuple[Tensor, ...]:  # a setup_context apart would double what a call costs
+        output = compute(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *upstream, plain=not torch.is_grad_enabled())  # enabled: to be differentiated again
+
+
+def run(streams: Tensor, update: Tensor | None, w_gate: Tensor | None, bias: Tensor | None, w_pool: Tensor, *how):
+    """`layer` by the shortest way; how: kind, normalize, eps."""
+    tensors = [x for x in (streams, update, w_gate, bias, w_pool) if x is not None]
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not all(map(_is_plain, tensors)):
+        return layer(streams, update, w_gate, bias, w_pool, *how, keep)
+    return (_Layer.apply if keep else compute)(streams, update, w_gate, bias, w_pool, *how, keep)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _one_by_one(op):
