@@ -14,15 +14,17 @@ WITHIN := $(BIN)/python .ci/within.py
 # Two workers on two cores: more threads inside each would only fight.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 POLICY := tests/test_notebook_policy.py tests/test_repository_policy.py
+# Triton must be told before it is imported that it runs in its interpreter, on the CPU: a pytest run of its own.
+FUSED := tests/kernels/mgr/fused
 
-.PHONY: run test lint policy unit notebooks notebooks-elsewhere lab bench clean install
+.PHONY: run test lint policy unit kernels notebooks notebooks-elsewhere lab bench clean install
 
 run: install
 	@$(ONE_THREAD) $(BIN)/python -m depthlab notebooks run; code=$$?; \
 	$(BIN)/python -m depthlab claims || code=1; \
 	exit $$code
 
-test: lint policy unit notebooks
+test: lint policy unit kernels notebooks
 
 lint: install
 	$(BIN)/ruff check .
@@ -32,7 +34,10 @@ policy: install
 	$(ONE_THREAD) $(BIN)/python -m pytest -q $(POLICY)
 
 unit: install
-	$(ONE_THREAD) $(WITHIN) 720 "unit tests" $(BIN)/python -m pytest -q -n 2 --dist worksteal tests $(addprefix --ignore=,$(POLICY))
+	$(ONE_THREAD) $(WITHIN) 720 "unit tests" $(BIN)/python -m pytest -q -n 2 --dist worksteal tests $(addprefix --ignore=,$(POLICY) $(FUSED))
+
+kernels: install
+	TRITON_INTERPRET=1 $(ONE_THREAD) $(WITHIN) 240 "kernels, interpreted" $(BIN)/python -m pytest -q -n 2 --dist worksteal $(FUSED)
 
 notebooks: install
 	$(ONE_THREAD) $(WITHIN) 480 "notebooks" $(BIN)/python -m depthlab notebooks check

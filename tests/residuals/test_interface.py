@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from depthlab.kernels import mgr
+from depthlab.kernels.mgr import function
 from depthlab.residuals import SCHEMES, Residual, build, parameter_groups
 
 WIDTH, LAYERS = 8, 6
@@ -447,7 +448,7 @@ BUILD = {
         mgr.BackendUnavailable,
         ("mgr-independent", 8, 6),
         {"backend": "triton"},
-        "no Triton kernels for MGR yet",
+        "backend='triton' cannot run: the triton package is not installed",
     ),
     "triton for hc": (ValueError, ("hc", 8, 6), {"backend": "triton"}, "scheme='hc' has no Triton kernels"),
     "a backend": (ValueError, ("prenorm", 8, 6), {"backend": "cpu"}, "backend='cpu' is unknown"),
@@ -456,7 +457,8 @@ BUILD = {
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_a_wrong_build_gets_one_sentence(name):
+def test_a_wrong_build_gets_one_sentence(monkeypatch, name):
+    monkeypatch.setattr(function, "TRITON_INSTALLED", False)
     error, args, how, sentence = BUILD[name]
     with pytest.raises(error, match=re.escape(sentence)) as raised:
         build(*args, **how)

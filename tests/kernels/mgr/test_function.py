@@ -296,10 +296,10 @@ WRONG = {
         "w_pool is on meta and streams on cpu",
     ),
     "an unknown backend": (ValueError, {"backend": "cuda"}, "backend='cuda' is unknown; use one of 'auto', 'torch'"),
-    "triton": (
+    "triton for float64": (
         mgr.BackendUnavailable,
-        {"backend": "triton"},
-        "backend='triton' cannot run: depthlab has no Triton kernels",
+        {"backend": "triton", "w_pool": torch.ones(4).double()},
+        "backend='triton' cannot run: a float64 tensor was given",
     ),
 }
 
@@ -324,7 +324,7 @@ def test_the_other_two_functions_check_as_well():
         append_and_pool(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4))
     with pytest.raises(ValueError, match="w_pool has shape"):
         attn_pool(torch.ones(2, 4), torch.ones(2))
-    for wrong in ({"eps": -1.0}, {"backend": "triton"}, {"backend": "none"}):
+    for wrong in ({"eps": -1.0}, {"backend": "none"}):
         with pytest.raises(ValueError):
             append_and_pool(torch.ones(2, 4), torch.ones(4), torch.ones(4), **wrong)
         with pytest.raises(ValueError):
@@ -339,9 +339,3 @@ def test_eps_reaches_every_root(make_inputs):
         assert not torch.allclose(found, attn_pool(streams, w_pool, normalize=normalize))
         found = append_and_pool(streams, update, w_pool, normalize=normalize, eps=0.5)[1]
         assert not torch.allclose(found, append_and_pool(streams, update, w_pool, normalize=normalize)[1])
-
-
-def test_auto_is_torch_until_kernels_exist(make_inputs, gate):
-    assert mgr.resolve_backend("auto") == mgr.resolve_backend("torch") == "torch"
-    inputs = make_inputs(3, 2, 5, gate)
-    assert all_equal(*(mix_and_pool(*inputs, gate=gate, backend=b) for b in ("auto", "torch")))

@@ -46,8 +46,8 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """In the interpreter three tokens are then enough for a program to walk over two."""
-    monkeypatch.setattr(ops, "INTERPRETED_PROGRAMS", 2)
+    """In the interpreter three tokens are then enough for a program to walk over two and another to help it."""
+    monkeypatch.setattr(ops, "INTERPRETED_PROGRAMS", 1)
 
 
 def used(kind: str) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from depthlab.kernels.mgr import ops
+
 KINDS = ("independent", "competitive", "append", "read")
 SHAPES = [(1, 1), (1, 33), (2, 5), (3, 100), (4, 257), (5, 33), (8, 12), (11, 5), (15, 33), (16, 7)]
 HALF = (torch.float16, torch.bfloat16)
@@ -50,9 +52,10 @@ def test_wide_streams(fused, kind, n, width):
     fused.check(kind, fused.draw(kind, 3, n, width), normalize=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 9, 20])
-def test_any_number_of_tokens_is_dealt_out(fused, kind, tokens):
-    fused.check(kind, fused.draw(kind, tokens, 2, 3))
+@pytest.mark.parametrize(("tokens", "programs"), [(1, 1), (2, 2), (7, 3), (20, 2), (13, 8)])
+def test_any_number_of_tokens_is_dealt_out(fused, monkeypatch, tokens, programs):
+    monkeypatch.setattr(ops, "INTERPRETED_PROGRAMS", programs)
+    fused.check("independent", fused.draw("independent", tokens, 2, 3))
 
 
 TILES = {
