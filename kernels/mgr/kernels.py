@@ -117,7 +117,7 @@ def layer_fwd_kernel(
     mixed_ptr,  # [tokens, N, C]; not used by "read"
     pooled_ptr,  # [tokens, C]
     beta_ptr,  # [tokens, N]
-    kept_ptr,  # [tokens, 4 N + 1]: z, r, a, r_m, rho, which the backward would have to sum up again; used if KEEP
+    kept_ptr,  # [tokens, 4 N + 1]: rho, a, r_m and, with gates, z, r, which the backward would sum up again; if KEEP
     n_tokens,
     n_long,
     long_tokens,
@@ -220,13 +220,13 @@ def layer_fwd_kernel(
         if MIXES:
             store_numbers(beta_ptr + at * N, beta, rows, N)
         if KEEP:
-            kept = kept_ptr + at * (4 * N + 1)
+            kept = kept_ptr + at * ((4 * N if MIXES else 2 * N) + 1)
+            tl.store(kept, rho)
+            store_numbers(kept + 1, a, rows, N)
+            store_numbers(kept + 1 + N, r_m, rows, N)
             if MIXES:
-                store_numbers(kept, z, rows, N)
-                store_numbers(kept + N, r, rows, N)
-            store_numbers(kept + 2 * N, a, rows, N)
-            store_numbers(kept + 3 * N, r_m, rows, N)
-            tl.store(kept + 4 * N, rho)
+                store_numbers(kept + 1 + 2 * N, z, rows, N)
+                store_numbers(kept + 1 + 3 * N, r, rows, N)
 
 
 @triton.jit
@@ -295,15 +295,15 @@ def layer_bwd_kernel(
         if BLOCKS > 1:
             d_m_held = hold_tiles(d_m_ptr, rows, N, C, BLOCK_C, VEC, HELD and HAS_D_MIXED)
 
-        kept = kept_ptr + at * (4 * N + 1)
+        kept = kept_ptr + at * ((4 * N if MIXES else 2 * N) + 1)
         beta = nothing
         if MIXES:  # (3) again
-            z = load_numbers(kept, rows, N)
-            r = load_numbers(kept + N, rows, N)
+            z = load_numbers(kept + 1 + 2 * N, rows, N)
+            r = load_numbers(kept + 1 + 3 * N, rows, N)
             beta, beta_0 = gates(z, bias, rows, N, KIND)
-        a = load_numbers(kept + 2 * N, rows, N)
-        r_m = load_numbers(kept + 3 * N, rows, N)
-        rho = tl.load(kept + 4 * N)
+        a = load_numbers(kept + 1, rows, N)
+        r_m = load_numbers(kept + 1 + N, rows, N)
+        rho = tl.load(kept)
         alpha = softmax(a, rows, N)  # (6) again
 
         along_g = nothing

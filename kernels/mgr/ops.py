@@ -93,9 +93,11 @@ def compute_backward(
 def _outputs(streams: Tensor, update: Tensor | None, kind: str, keep: bool) -> tuple[Tensor, ...]:
     stored = streams if update is None else update
     *lead, n, width = streams.shape
-    mixed = stored.new_empty([0] if kind == "read" else [*lead, n + (kind == "append"), width])
-    beta = streams.new_empty([0] if kind in ("read", "append") else [*lead, n], dtype=torch.float32)
-    kept = streams.new_empty([*lead, 4 * (n + (kind == "append")) + 1] if keep else [0], dtype=torch.float32)
+    n += kind == "append"
+    mixes = kind not in ("read", "append")
+    mixed = stored.new_empty([0] if kind == "read" else [*lead, n, width])
+    beta = streams.new_empty([*lead, n] if mixes else [0], dtype=torch.float32)
+    kept = streams.new_empty([*lead, (4 if mixes else 2) * n + 1] if keep else [0], dtype=torch.float32)
     return mixed, stored.new_empty([*lead, width]), beta, kept
 
 
