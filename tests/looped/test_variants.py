@@ -1,13 +1,15 @@
 """Every variant against the table written out once more, token by token; wrong wirings differ; equal cost."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
+from depthlab.lm import flops_per_token
+from depthlab.lm.layers import CausalSelfAttention
 from depthlab.looped import VARIANTS, wiring
+from depthlab.looped.cost import cost, looped_cost
 
 
 def norm(v):
@@ -169,22 +171,44 @@ def test_the_wiring_is_the_published_table():
 
 
 @pytest.mark.parametrize("n_loops", [1, 2, 5])
-def test_all_variants_have_equal_parameters_and_equal_matrix_work(n_loops, looped, tokens):
+def test_all_variants_have_equal_parameters_and_equal_matrix_work(n_loops, looped):
     """FLT-7."""
-    costs = {}
-    for variant in VARIANTS:
-        model = looped(variant)
-        with sdpa_kernel(SDPBackend.MATH):  # the fused one of CPUs is not counted
-            with FlopCounterMode(display=False) as forward:
-                loss = model.loss(tokens[:, :-1], tokens[:, 1:], n_loops)
-            with FlopCounterMode(display=False) as backward:
-                loss.backward()
-        shapes = [(name, p.shape) for name, p in model.named_parameters()]
-        costs[variant] = (shapes, forward.get_total_flops(), backward.get_total_flops())
-    assert all(cost == costs["lt"] for cost in costs.values())
-    config, (batch, length) = looped().config, tokens[:, :-1].shape
-    entries = 12 * 2 * 16**2 * n_loops + 32 * 16
-    scores = 2 * 2 * n_loops * 16 * length  # q . k and shares x v, over all positions
-    assert costs["flt"][1] == 2 * batch * length * (entries + scores)
-    assert config.matmul_parameters == 12 * 2 * 16**2 * config.n_loops + 32 * 16
-    assert config.n_attentions == 2 * config.n_loops
+    shapes = {variant: [(name, p.shape) for name, p in looped(variant).named_parameters()] for variant in VARIANTS}
+    assert all(found == shapes["lt"] for found in shapes.values())
+    config = looped().config
+    costs = {variant: cost(replace(config, variant=variant), 2, n_loops) for variant in VARIANTS}
+    assert all(found == costs["lt"] for found in costs.values())
+    assert costs["flt"].parameters == sum(math.prod(shape) for _, shape in shapes["flt"])
+    length, width = config.seq_len, config.d_model
+    entries = 12 * config.n_layers * width**2 * n_loops + config.vocab_size * width
+    scores = 2 * config.n_layers * n_loops * width * length  # q . k and shares x v, over all positions
+    assert costs["flt"].forward_flops == 2 * 2 * length * (entries + scores)
+    assert costs["flt"].backward_flops > 1.9 * costs["flt"].forward_flops
+
+
+def test_the_config_states_the_matrix_work_that_is_counted(looped):
+    config = looped().config
+    counted = cost(config).forward_flops / config.seq_len
+    attention = 4 * config.n_attentions * config.d_model * config.seq_len
+    assert counted == 2 * config.matmul_parameters + attention == flops_per_token(config) / 3
+
+
+def test_another_wiring_with_its_own_query_matrix_would_be_counted(looped, monkeypatch):
+    """The count is of what is done: a second query projection in the injecting variants shows."""
+    config, plain = looped("flt").config, cost(looped("flt").config)
+    project = CausalSelfAttention.project
+
+    def wasteful(self, h, rotary=None, query_from=None):
+        return project(self, h, rotary, None if query_from is None else query_from + 0 * self.q_proj(h))
+
+    monkeypatch.setattr(CausalSelfAttention, "project", wasteful)
+    assert cost(config).forward_flops > plain.forward_flops
+    assert cost(replace(config, variant="lt")) == plain
+
+
+def test_the_record_of_costs_finds_nothing_extra():
+    experiment = looped_cost()
+    (result,) = experiment.run_cell(experiment.cells[-1], experiment.config | {"n_loops": [1, 2]})
+    assert result.metrics["parameters"] == 12 * 6 * 384**2 + 2 * 256 * 384
+    assert result.metrics["flops_per_loop"] == 2 * 8 * 6 * (12 * 384**2 + 2 * 384 * 8)
+    assert [result.metrics[name] for name in result.metrics if name.startswith("extra")] == [0, 0, 0]
