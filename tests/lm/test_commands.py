@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from depthlab.cli import main
 from depthlab.lm import checkpoint, commands
+from depthlab.lm import corpus as corpora
 from depthlab.lm.tokens import write_tokens
 
 SMALL = ["--layers", "2", "--heads", "2", "--width", "16", "--seq-len", "16", "--streams", "2", "--batch-size", "2"]
@@ -102,8 +103,53 @@ def test_bpe_runs_keep_their_tokenizer_and_count_bits_per_byte(story, tmp_path, 
     assert float(bits) < 0.9 * float(loss) / np.log(2)  # a token is more than a byte
     assert main(["generate", out, "--prompt", "the cat", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("the cat")
-    os.remove(tmp_path / "out" / "tokenizer.json")
-    assert "unknown tokenizer" in sentence(["generate", out, "--prompt", "a"], capsys)
+
+
+def test_bits_per_byte_of_the_first_tokens_count_their_bytes_and_not_the_mean(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the cat; " * 60 + "qzj xvk 0123456789 " * 150)
+    out = str(tmp_path / "out")
+    assert main(["train", *SMALL, "--tokenizer", "bpe-270", "--data", str(text), "--out", out]) == 0
+    source, tokenizer = corpora.read_text(str(text)), corpora.load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    ids = tokenizer.encode(source.train)
+    for most in (5, 300, len(ids) - 1):
+        found = commands.evaluate_run(out, split="train", max_tokens=most)
+        n_bytes = len(tokenizer.decode(ids[1 : most + 1]).encode())
+        assert found.n_tokens == most
+        assert found.bits_per_byte == pytest.approx(found.loss_nats * most / np.log(2) / n_bytes, rel=1e-9)
+    assert commands.evaluate_run(out, split="train").bits_per_byte == pytest.approx(found.bits_per_byte, rel=1e-9)
+
+
+def test_a_model_never_meets_text_by_another_tokenizer(tmp_path, story, capsys):
+    pytest.importorskip("tokenizers")
+    out, kept = str(tmp_path / "out"), tmp_path / "out" / "tokenizer.json"
+    assert main(["train", *SMALL, "--tokenizer", "bpe-270", "--data", story, "--out", out]) == 0
+    corpora.save_tokenizer(corpora.ByteTokenizer(), kept)
+    for command in ("generate", "eval"):
+        said = sentence([command, out], capsys)
+        assert f"{kept} is the tokenizer 'bytes', and the run was trained with 'bpe-270-" in said
+    os.remove(kept)
+    for command, says in (("generate", "so it cannot write text"), ("eval", "so it reads no text; give a .tokens")):
+        said = sentence([command, out], capsys)
+        assert "was trained on ids of tokenizer 'bpe-270-" in said and says in said
+    ids = corpora.corpus(story, "bpe-270").split("train")
+    write_tokens(tmp_path / "same.tokens", [ids.ids], ids.vocab_size, tokenizer=ids.tokenizer)
+    assert main(["eval", out, "--data", str(tmp_path / "same.tokens")]) == 0
+    write_tokens(tmp_path / "other.tokens", [ids.ids], ids.vocab_size, tokenizer="bpe-270-0")
+    assert "is from 'bpe-270-0', and" in sentence(["eval", out, "--data", str(tmp_path / "other.tokens")], capsys)
+
+
+def test_a_byte_run_needs_no_tokenizer_file(run, capsys):
+    os.remove(run / "tokenizer.json")
+    assert main(["eval", str(run)]) == 0 and main(["generate", str(run), "--tokens", "2"]) == 0
+
+
+def test_a_model_with_more_ids_than_its_tokenizer_still_writes(tmp_path, story, capsys):
+    out = str(tmp_path / "out")
+    assert main(["train", *SMALL, "--vocab-size", "2000", "--data", story, "--out", out]) == 0
+    assert main(["generate", out, "--tokens", "40"]) == 0
+    assert "\ufffd" in capsys.readouterr().out
 
 
 def test_a_resumed_run_needs_none_of_its_options_again(run, story, capsys):
@@ -242,7 +288,7 @@ def test_a_corrupt_token_file_is_refused(tmp_path, capsys):
     write_tokens(path, [np.arange(3000) % 200], 200, tokenizer="mine")
     out = tmp_path / "out"
     assert main(["train", *SMALL, "--data", str(path), "--out", str(out)]) == 0
-    assert "unknown tokenizer" in sentence(["generate", str(out)], capsys)
+    assert "ids of tokenizer 'mine' and has no" in sentence(["generate", str(out)], capsys)
     with open(path, "rb+") as file:
         file.seek(5000)
         file.write(b"\xff")
@@ -319,6 +365,8 @@ def test_a_checkpoint_of_a_kind_or_setting_that_is_not_known_is_refused(run, cap
 
 def test_prompts_and_counts_out_of_range_are_named(run, capsys):
     assert "prompt='' has no token" in sentence(["generate", str(run), "--prompt", ""], capsys)
+    assert "prompt='\\udcff' is no text" in sentence(["generate", str(run), "--prompt", "\udcff"], capsys)
+    assert f"seed={10**30} is not allowed" in sentence(["generate", str(run), "--seed", str(10**30)], capsys)
     assert "temperature=-1.0 is not allowed" in sentence(["generate", str(run), "--temperature", "-1"], capsys)
     assert "max_tokens=0" in sentence(["eval", str(run), "--tokens", "0"], capsys)
     assert "split='middle' has no text here" in sentence(["eval", str(run), "--split", "middle"], capsys)

@@ -46,6 +46,24 @@ def test_bpe_loses_nothing_and_is_shorter():
     assert ids.min() >= 0 and ids.max() < 300
 
 
+@pytest.mark.parametrize("size", [0, 300])
+def test_bytes_of_any_piece_are_counted_also_where_it_cuts_a_character(size):
+    if size:
+        pytest.importorskip("tokenizers")
+    tokenizer = train_bpe(SOME, size) if size else ByteTokenizer()
+    ids = tokenizer.encode(SOME)
+    assert tokenizer.count_bytes(ids) == len(SOME.encode())
+    for n in range(1, 60):  # over the letters of two and three bytes at the end
+        assert tokenizer.count_bytes(ids[:-n]) + tokenizer.count_bytes(ids[-n:]) == len(SOME.encode())
+        whole = tokenizer.decode(ids[:-n])
+        if "\ufffd" not in whole:
+            assert tokenizer.count_bytes(ids[:-n]) == len(whole.encode())
+
+
+def test_ids_that_are_no_bytes_are_shown_as_such():
+    assert ByteTokenizer().decode([104, 256, 105, 50_000]) == "h\ufffdi\ufffd"
+
+
 def test_bpe_is_the_same_in_another_process_and_comes_from_the_cache(tmp_path):
     pytest.importorskip("tokenizers")
     first = train_bpe(SOME, 300)
@@ -159,5 +177,8 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"abc\xe4")
     with pytest.raises(DataError, match=r"latin.txt is no UTF-8 text \(byte 3\)"):
         read_text(str(tmp_path / "latin.txt"))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match="empty.txt is empty; give a file with text in it"):
+        read_text(str(tmp_path / "empty.txt"))
     with pytest.raises(ValueError, match="tokenizer='words' is unknown"):
         corpus("sotu", "words")

@@ -175,6 +175,7 @@ def test_nothing_is_printed_in_ci_but_what_happened(tmp_path, monkeypatch, capsy
         ("steps", 0, "steps=0 is not allowed; use 1 or more"),
         ("steps", 2.5, "steps=2.5 is float; use a whole number"),
         ("keep", -1, "keep=-1 is not allowed; use 0 or more"),
+        ("seed", 2**32, "seed=4294967296 is not allowed; use 0 to 2..32 - 1"),
         ("optimizer", "sgd", "optimizer='sgd' is unknown; use one of adamw, muon, flt"),
         ("schedule", "step", "schedule='step' is unknown; use one of constant, cosine, trapezoid"),
         ("precision", "float16", "precision='float16' is unknown; use one of float32, bfloat16"),

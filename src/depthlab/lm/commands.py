@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from depthlab.data import DataError
 from depthlab.lm import checkpoint, runlog
-from depthlab.lm.corpus import Corpus, Tokenizer, corpus, load_tokenizer, save_tokenizer
+from depthlab.lm.corpus import ByteTokenizer, Corpus, Tokenizer, corpus, load_tokenizer, save_tokenizer
 from depthlab.lm.evaluation import Evaluation, evaluate
 from depthlab.lm.generation import generate as continue_tokens
 from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.llama import Llama, LlamaConfig
-from depthlab.lm.settings import check_choice
+from depthlab.lm.settings import check_choice, check_seed
 from depthlab.lm.tokens import TokenStream
 from depthlab.lm.training import FREE, TrainConfig, TrainResult, cannot_write, changed, holds_run, need_new, train
 
@@ -73,7 +74,7 @@ def train_run(
         except OSError as error:
             raise cannot_write(out, error) from None
     validation = source.validation if source.validation is not None and len(source.validation) > 1 else None
-    about = {"options": {name: options[name] for name in OPTIONS}}
+    about = {"options": {name: options[name] for name in OPTIONS}, "tokenizer": stream.tokens.tokenizer}
     return train(model, stream, training, out, validation, resume, about=about)
 
 
@@ -105,11 +106,15 @@ def pick_device(device: str) -> torch.device:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A trained model in eval mode, the checkpoint it is from, its tokenizer and its data (None where unknown)."""
+    """A trained model in eval mode, the checkpoint it is from, its tokenizer and its data (None where unknown).
+
+    A run on a file of ids may know the name of their tokenizer and have none.
+    """
 
     model: nn.Module
     path: Path
     tokenizer: Tokenizer | None
+    tokenizer_name: str | None
     data: str | None
 
 
@@ -118,7 +123,7 @@ def load_run(place: str | Path, device: str = "auto", models: Models = MODELS) -
 
     Raises:
         CheckpointError: torn, missing, or of a kind or config this version does not know. DataError: its tokenizer is
-            damaged.
+            damaged, or not the one it was trained with.
     """
     path, state, notes = checkpoint.find(place)
     saved = state["model"]
@@ -133,9 +138,23 @@ def load_run(place: str | Path, device: str = "auto", models: Models = MODELS) -
     checkpoint.load(path, model, state=state)
     if notes:
         print(*notes, f"Using {path}.", file=sys.stderr)
-    kept = path.parent / TOKENIZER
-    options = state["settings"]["about"].get("options", {})
-    return Trained(model.eval(), path, load_tokenizer(kept) if kept.exists() else None, options.get("data"))
+    about = state["settings"]["about"]
+    name = about.get("tokenizer")
+    tokenizer = _kept_tokenizer(path.parent / TOKENIZER, name)
+    name = tokenizer.name if tokenizer and name is None else name
+    return Trained(model.eval(), path, tokenizer, name, about.get("options", {}).get("data"))
+
+
+def _kept_tokenizer(kept: Path, name: str | None) -> Tokenizer | None:
+    if not kept.exists():
+        return ByteTokenizer() if name == "bytes" else None
+    tokenizer = load_tokenizer(kept)
+    if name is not None and tokenizer.name != name:
+        raise DataError(
+            f"{kept} is the tokenizer {tokenizer.name!r}, and the run was trained with {name or 'an unknown one'!r}; "
+            "put that one back, or delete the file."
+        )
+    return tokenizer
 
 
 def generate_text(
@@ -151,13 +170,19 @@ def generate_text(
     """`prompt` and what the model of `place` writes after it; equal arguments give an equal text on a CPU.
 
     Raises:
-        ValueError: an empty prompt, or a run whose tokenizer is not known; and as `load_run` and `generate`.
+        ValueError: a prompt that is empty or no text, a seed out of range, or a run without its tokenizer; and as
+            `load_run` and `generate`.
     """
-    trained = load_run(place, device, models)
-    if trained.tokenizer is None:
-        raise ValueError(f"{trained.path} was trained on ids of an unknown tokenizer; there is no way to write text.")
+    check_seed("seed", seed)
     if not prompt:
         raise ValueError("prompt='' has no token to go on from; give at least one character.")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"prompt={prompt!r} is no text; give it in UTF-8.") from None
+    trained = load_run(place, device, models)
+    if trained.tokenizer is None:
+        raise ValueError(f"{trained.path} {_without_tokenizer(trained)}, so it cannot write text.")
     on = next(trained.model.parameters()).device
     start = torch.from_numpy(trained.tokenizer.encode(prompt).astype("int64")).unsqueeze(0).to(on)  # [1, T]
     generator = torch.Generator().manual_seed(seed)
@@ -176,7 +201,8 @@ def evaluate_run(
     """How well the model of `place` predicts a split of `data`, by default of what it was trained on.
 
     Raises:
-        ValueError: tokens outside the model's vocabulary, by another tokenizer, or none; and as `load_run`.
+        ValueError: tokens outside the model's vocabulary, by another tokenizer, or none; text for a run without its
+            tokenizer; and as `load_run`.
     """
     trained = load_run(place, device, models)
     source = data or trained.data
@@ -188,12 +214,22 @@ def evaluate_run(
             f"{tokens.source} has a vocabulary of {tokens.vocab_size}, and the model in {trained.path} has "
             f"vocab_size={trained.model.config.vocab_size}; use the tokenizer that it was trained with."
         )
-    return evaluate(trained.model, tokens.ids, bytes_per_token=tokens.bytes_per_token, max_tokens=max_tokens)
+    bytes_per_token = tokens.bytes_per_token
+    if trained.tokenizer is not None:  # of just the tokens that are predicted
+        predicted = tokens.ids[1:] if max_tokens is None else tokens.ids[1 : max(max_tokens, 0) + 1]
+        bytes_per_token = trained.tokenizer.count_bytes(predicted) / len(predicted) if len(predicted) else None
+    return evaluate(trained.model, tokens.ids, bytes_per_token=bytes_per_token, max_tokens=max_tokens)
+
+
+def _without_tokenizer(trained: Trained) -> str:
+    of = f"tokenizer {trained.tokenizer_name!r}" if trained.tokenizer_name else "an unknown tokenizer"
+    return f"was trained on ids of {of} and has no {TOKENIZER} beside it"
 
 
 def _same_tokens(source: str, trained: Trained) -> Corpus:
-    found = corpus(source, trained.tokenizer or "bytes")
-    own = trained.tokenizer.name if trained.tokenizer else ""
+    if trained.tokenizer is None and not source.endswith(".tokens"):
+        raise ValueError(f"{trained.path} {_without_tokenizer(trained)}, so it reads no text; give a .tokens file.")
+    found, own = corpus(source, trained.tokenizer or "bytes"), trained.tokenizer_name
     for tokens in filter(None, (found.train, found.validation, found.test)):
         if own and tokens.tokenizer and tokens.tokenizer != own:
             raise ValueError(f"{tokens.source} is from {tokens.tokenizer!r}, and the model was trained with {own!r}.")

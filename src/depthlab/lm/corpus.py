@@ -32,6 +32,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 come out as U+FFFD."""
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """How many UTF-8 bytes `ids` [N] stand for."""
+
 
 class ByteTokenizer:
     """Every UTF-8 byte is a token: nothing to train, and any text can be written."""
@@ -44,8 +47,12 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 come out as U+FFFD."""
-        return bytes(ids).decode("utf-8", errors="replace")
+        """The text of `ids`; bytes that are no UTF-8, and ids above 255, come out as U+FFFD."""
+        return bytes(min(i, 0xFF) for i in ids).decode("utf-8", errors="replace")  # 0xFF is never UTF-8
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """One for each of `ids` [N]."""
+        return len(ids)
 
 
 class BPETokenizer:
@@ -68,8 +75,13 @@ class BPETokenizer:
         return np.asarray(self._inner.encode(text).ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
+        """The text of `ids`; those outside the vocabulary are left out."""
         return str(self._inner.decode([int(i) for i in ids]))
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """How many UTF-8 bytes `ids` [N] stand for: a byte-level token has one character for each of its bytes."""
+        lengths = np.array([len(self._inner.id_to_token(i)) for i in range(self.vocab_size)])
+        return int(lengths[ids].sum())
 
 
 def train_bpe(text: str, vocab_size: int) -> BPETokenizer:
@@ -124,7 +136,7 @@ def read_text(source: str) -> Text:
             rest for testing; or owner/name@commit on the hub, whose rows are split the same way.
 
     Raises:
-        ValueError: none of these. DataError: it cannot be read, or its checksum is wrong.
+        ValueError: none of these. DataError: it cannot be read or is empty, or its checksum is wrong.
     """
     if source == "sotu":
         return data.text(source)
@@ -134,11 +146,14 @@ def read_text(source: str) -> Text:
     path = Path(source).expanduser()
     if path.suffix == ".txt":
         try:
-            return _split(path.read_bytes().decode("utf-8"), f"file {path.name}")
+            text = path.read_bytes().decode("utf-8")
         except OSError as error:
             raise DataError(f"{path} cannot be read ({gist(error)}); check the path.") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is no UTF-8 text (byte {error.start:,}); convert it first.") from None
+        if not text:
+            raise DataError(f"{path} is empty; give a file with text in it.")
+        return _split(text, f"file {path.name}")
     raise ValueError(
         f"data={source!r} is unknown; use sotu, the path of a .txt or .tokens file, or owner/name@commit of a hub text "
         "with its full 40-digit commit."

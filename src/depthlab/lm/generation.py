@@ -56,7 +56,8 @@ def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: to
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    # The largest is moved to 0 first: a small temperature would otherwise overflow.
+    # The largest is moved to 0 first: a small temperature would otherwise overflow, or be 0 in float32 itself.
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)
     chances = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     return torch.multinomial(chances if generator is None else chances.to(generator.device), 1, generator=generator)
 

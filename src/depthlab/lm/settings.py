@@ -40,6 +40,13 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} is not allowed; use a positive number.")
 
 
+def check_seed(name: str, value: int) -> None:
+    """`value` is a seed that NumPy and torch both take: TypeError or ValueError otherwise."""
+    check_count(name, value, 0)
+    if value >= 2**32:
+        raise ValueError(f"{name}={value} is not allowed; use 0 to 2**32 - 1.")
+
+
 def check_choice(name: str, value: str, known: Any) -> None:
     """`value` is one of `known`: ValueError otherwise."""
     if not isinstance(value, str) or value not in known:

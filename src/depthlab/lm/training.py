@@ -25,7 +25,7 @@ from depthlab.lm.interrupts import finish_step_on_ctrl_c
 from depthlab.lm.optimizers import OPTIMIZERS, build_optimizers
 from depthlab.lm.runlog import Log, TrainingError
 from depthlab.lm.schedules import SCHEDULES
-from depthlab.lm.settings import check_choice
+from depthlab.lm.settings import check_choice, check_seed
 from depthlab.lm.steps import PRECISIONS, Moved, autocast, gradients
 from depthlab.lm.tokens import Tokens, TokenStream
 from depthlab.runs import in_ci, provenance, seed_everything
@@ -80,6 +80,7 @@ class TrainConfig:
                     raise ValueError(f"{field.name}={value} is not allowed; use {least.get(field.name, 0)} or more.")
         for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
             check_choice(name, getattr(self, name), known)
+        check_seed("seed", self.seed)
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip!r} is not allowed; use a number above 0, inf for none.")
         if self.warmup_steps is not None and self.warmup_steps > self.steps:
