@@ -37,7 +37,7 @@ unit: install
 	$(ONE_THREAD) $(WITHIN) 720 "unit tests" $(BIN)/python -m pytest -q -n 2 --dist worksteal tests $(addprefix --ignore=,$(POLICY) $(FUSED))
 
 kernels: install
-	TRITON_INTERPRET=1 $(ONE_THREAD) $(WITHIN) 240 "kernels, interpreted" $(BIN)/python -m pytest -q -n 2 --dist worksteal $(FUSED)
+	TRITON_INTERPRET=1 $(ONE_THREAD) $(WITHIN) 300 "kernels, interpreted" $(BIN)/python -m pytest -q -n 2 --dist worksteal $(FUSED)
 
 notebooks: install
 	$(ONE_THREAD) $(WITHIN) 480 "notebooks" $(BIN)/python -m depthlab notebooks check

@@ -44,6 +44,31 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patched_once():
+    """Halve the interpreter's time: at each call of a function it looks through all of triton.language for what to
+    replace, although after the first call from a module, in a launch, nothing is left to replace."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if not interpreted() or not hasattr(interpreter, "_patch_lang"):
+        yield
+        return
+    execute, patch, done = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
+
+    def launch_once(self, *args, **kwargs):
+        done.clear()
+        return execute(self, *args, **kwargs)
+
+    def patch_once(fn):
+        if id(fn.__globals__) not in done:
+            done.add(id(fn.__globals__))
+            return patch(fn)
+
+    with pytest.MonkeyPatch.context() as replaced:
+        replaced.setattr(interpreter.GridExecutor, "__call__", launch_once)
+        replaced.setattr(interpreter, "_patch_lang", patch_once)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """In the interpreter three tokens are then enough for a program to walk over two and another to help it."""

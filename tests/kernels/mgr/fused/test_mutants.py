@@ -39,8 +39,8 @@ KERNELS = {
     "scores of the streams before mixing": (MIX, "mw = plus(mw, m * w, i)", "mw = plus(mw, s * w, i)", {}),
     "h without its norm": (READ, "rho * tl.sum(alpha[:, None] * m, 0)", "tl.sum(alpha[:, None] * m, 0)", {"normalize": True}),
     "only a first tile summed": (READ, "        return total + x\n", "        return total\n", {"BLOCK_C": 16}),
-    "stale scores kept for the backward": (MIX, "store_numbers(kept, z", "store_numbers(kept, 0.0 * z", {}),
-    "a stale norm kept for the backward": (MIX, "store_numbers(kept + 3 * N, r_m", "store_numbers(kept + 3 * N, r", {}),
+    "stale scores kept for the backward": (MIX, "store_numbers(kept + 1 + 2 * N, z", "store_numbers(kept + 1 + 2 * N, 0.0 * z", {}),
+    "a stale norm kept for the backward": (MIX, "store_numbers(kept + 1 + N, r_m", "store_numbers(kept + 1 + N, 2.0 * r_m", {}),
     "(9) without its second term": (READ, " - shrink * along_p", "", {"normalize": True}),
     "(9) without p's share of a stream's gradient": (READ, "rho * g - shrink * tl.sum(alpha[:, None] * m, 0)", "rho * g", {"normalize": True}),
     "(9) without rho": (READ, "along_g_p = rho * along_g", "along_g_p = along_g", {"normalize": True}),
@@ -63,10 +63,10 @@ KERNELS = {
     "(16) without the norm's own term": (MIX, " - to_s[:, None] * s", "", {}),
     "(17) of the mixed streams": (MIX, "tl.sum(to_w_gate[:, None] * s, 0)", "tl.sum(to_w_gate[:, None] * m, 0)", {}),
     "gate and pool queries swapped": (MIX, "w_gate_held = hold_row(w_gate_ptr", "w_gate_held = hold_row(w_pool_ptr", {"HELD_WEIGHTS": True}),
-    "a stale norm of the read kept for the backward": (READ, "tl.store(kept + 4 * N, rho)", "tl.store(kept + 4 * N, 1.0)", {"normalize": True}),
+    "a stale norm of the read kept for the backward": (READ, "tl.store(kept, rho)", "tl.store(kept, 1.0)", {"normalize": True}),
     "a token dealt to nobody": (READ, "stop = long_tokens", "stop = long_tokens - 1", {}),
     "a token dealt out twice": (READ, "start = long_tokens + program", "start = long_tokens - 1 + program", {}),
-    "gate and pool scores swapped": (MIX, "store_numbers(kept + 2 * N, a", "store_numbers(kept + 2 * N, z", {}),
+    "gate and pool scores swapped": (MIX, "store_numbers(kept + 1, a", "store_numbers(kept + 1, z", {}),
 }  # fmt: skip
 TILES = {
     "the last stream not loaded": (READ, "(rows < N)[:, None] & (cols < C)[None, :]\n    return", "(rows < N - 1)[:, None] & (cols < C)[None, :]\n    return", {}),
