@@ -6,6 +6,7 @@ Exit codes: 0 well, 1 a check says no, 2 an error (one sentence on stderr; DEPTH
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
@@ -16,12 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (sys.argv unless given) and return its exit code."""
     parser = _parser()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if (
-        len(arguments) > 1
-        and arguments[0] == "runs"
-        and arguments[1] not in ("make", "show")
-        and Path(arguments[1]).is_dir()
-    ):
+    if arguments[:1] == ["runs"] and len(arguments) > 1 and not re.fullmatch("make|show|-.*", arguments[1]):
         arguments.insert(1, "show")
     chosen = parser.parse_args(arguments)
     if "run" not in chosen:
@@ -48,7 +44,7 @@ def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ImportError):
         return f"{text}; run `depthlab doctor` to see what is missing and how to get it."
-    if isinstance(error, ValueError | TypeError | RuntimeError | OSError) and text:
+    if isinstance(error, ValueError | TypeError | RuntimeError | ArithmeticError | OSError) and text:
         return text
     return f"unexpected {type(error).__name__} ({text}); run again with DEPTHLAB_DEBUG=1 and report the traceback."
 

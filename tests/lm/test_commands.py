@@ -347,7 +347,16 @@ def test_folders_without_a_run_are_named(tmp_path, capsys):
     for command in (["eval"], ["generate"]):
         assert "There is no good checkpoint in" in sentence([*command, str(tmp_path / "empty")], capsys)
         assert "is no folder; give one that" in sentence([*command, str(tmp_path / "none")], capsys)
-    assert "holds no training run" in sentence(["runs", str(tmp_path / "empty")], capsys)
+    for name in ("empty", "none"):
+        assert "holds no training run" in sentence(["runs", str(tmp_path / name)], capsys)
+
+
+def test_a_loss_that_is_not_finite_is_a_sentence_and_no_unexpected_error(run, monkeypatch, capsys):
+    def broken(*arguments, **how):
+        raise FloatingPointError("The loss of tokens 0 to 8 is nan.")
+
+    monkeypatch.setattr(commands, "evaluate", broken)
+    assert sentence(["eval", str(run)], capsys) == "depthlab: The loss of tokens 0 to 8 is nan.\n"
 
 
 def test_a_checkpoint_of_a_kind_or_setting_that_is_not_known_is_refused(run, capsys):

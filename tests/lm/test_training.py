@@ -15,7 +15,7 @@ from torch import nn
 from depthlab.lm import checkpoint, runlog, training
 from depthlab.lm.checkpoint import CheckpointError
 from depthlab.lm.gpt import GPT, GPTConfig
-from depthlab.lm.runlog import TrainingError
+from depthlab.lm.runlog import TrainingError, table
 from depthlab.lm.schedules import SCHEDULES
 from depthlab.lm.sentry import NonFiniteError
 from depthlab.lm.steps import gradients
@@ -425,8 +425,21 @@ def test_a_full_disk_ends_the_run_in_one_sentence_that_names_the_last_good_check
     assert train(tiny(), stream(), QUICK, tmp_path, resume=True, quiet=True).step == 6
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"settings": 1}', ""])
+LACKING = '{"settings": {"model": {"kind": "gpt", "config": {}}, "training": {"steps": 3}}, "parameters": 1}'
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff", '{"settings": 1}', '{"settings": {}}', LACKING, ""])
 def test_a_damaged_run_file_is_one_sentence(tmp_path, content):
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(TrainingError, match="run.json is damaged"):
-        train(tiny(), stream(), QUICK, tmp_path, resume=True, quiet=True)
+    (tmp_path / "run.json").write_text(content, encoding="latin-1")
+    for use in (lambda: train(tiny(), stream(), QUICK, tmp_path, resume=True, quiet=True), lambda: table([tmp_path])):
+        with pytest.raises(TrainingError, match="run.json (is damaged|lacks settings)"):
+            use()
+
+
+@pytest.mark.parametrize("line", ["5", "null", '{"loss": 1}', "\xff", "{"])
+def test_a_log_line_of_another_kind_is_one_sentence(tmp_path, line):
+    train(tiny(), stream(), QUICK, tmp_path, quiet=True)
+    (tmp_path / "log.jsonl").write_text(line + "\n", encoding="latin-1")
+    for use in (lambda: train(tiny(), stream(), QUICK, tmp_path, resume=True, quiet=True), lambda: table([tmp_path])):
+        with pytest.raises(TrainingError, match="log.jsonl is damaged; remove the lines"):
+            use()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from depthlab.data.files import gist
 from depthlab.runs import write_atomic
 
 RUN, LOG = "run.json", "log.jsonl"
@@ -26,28 +27,39 @@ def read_run(out_dir: str | Path) -> dict[str, Any]:
     path = Path(out_dir) / RUN
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content["settings"], dict):
-            raise ValueError("no settings")
+        settings = content["settings"]
+        whole = isinstance(settings["model"]["config"], dict) and isinstance(settings["model"]["kind"], str)
+        whole = whole and isinstance(settings["about"], dict) and isinstance(settings["training"]["steps"], int)
+        if not (whole and isinstance(content["parameters"], int)):
+            raise ValueError("settings or parameters are missing")
         return content
     except FileNotFoundError:
         raise TrainingError(
             f"{out_dir} holds no training run ({RUN} is missing); give a folder that `depthlab train --out` made."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TrainingError(f"{path} is damaged ({error}); start the run again in another folder.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise TrainingError(f"{path} is damaged ({gist(error)}); start the run again in another folder.") from None
+    except (KeyError, TypeError):
+        raise TrainingError(f"{path} lacks settings of a run; start the run again in another folder.") from None
 
 
 def read_log(out_dir: str | Path) -> list[dict[str, Any]]:
-    """The whole lines of log.jsonl in order; a last line that a kill cut short is left out. Empty without a log."""
+    """The whole lines of log.jsonl in order; a last line that a kill cut short is left out. Empty without a log.
+
+    Raises TrainingError for a line that is none of ours: every one is an object of numbers by name, with its step.
+    """
     path = Path(out_dir) / LOG
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is torn
     except FileNotFoundError:
         return []
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError:
-        raise TrainingError(f"{path} is damaged; remove the lines that are no JSON objects.") from None
+        found = [json.loads(line) for line in lines]
+        if all(isinstance(line, dict) and isinstance(line.get("step"), int) for line in found):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise TrainingError(f"{path} is damaged; remove the lines that are no JSON objects with a step.")
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any], where: str = "") -> tuple[str, Any, Any] | None:
