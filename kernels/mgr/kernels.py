@@ -31,6 +31,9 @@ from depthlab.kernels.mgr.tiles import (
 )
 
 
+COUNTS = ["n_tokens", "n_long", "long_tokens"]  # one compiled kernel for all of them
+
+
 @triton.jit
 def plus(total, x, i: tl.constexpr):
     """total + x, or x at block 0: adding it to zeros would cost an instruction an element."""
@@ -107,7 +110,7 @@ def through_read(d_m, m, g, w, alpha, rho, shrink, to_w_pool, to_m):
     return d_m + to_w_pool[:, None] * w[None, :] - to_m[:, None] * m + alpha[:, None] * g_p[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def layer_fwd_kernel(
     streams_ptr,  # [tokens, N, C]; "append": [tokens, N - 1, C]
     update_ptr,  # [tokens, C]; not used by "read"
@@ -229,7 +232,7 @@ def layer_fwd_kernel(
                 store_numbers(kept + 1 + 3 * N, r, rows, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def layer_bwd_kernel(
     streams_ptr,
     update_ptr,
