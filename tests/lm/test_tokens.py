@@ -1,5 +1,6 @@
 """Token files never give a byte that was not written; a stream's order follows from its seed and position alone."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -39,20 +40,15 @@ def test_a_token_file_gives_back_what_was_written_in_the_smallest_type(tmp_path,
 
 def test_every_flipped_byte_and_every_cut_is_refused(tmp_path):
     path = tmp_path / "a.tokens"
-    write_tokens(path, [ids(200, 255)], 255)
+    write_tokens(path, [ids(200, 255)], 255, tokenizer="mine", n_bytes=712)
     good = path.read_bytes()
     header_end = good.index(b"}") + 1
     places = [*range(header_end), *range(4096, len(good))]
     for place in places:
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        try:
-            tokens = read_tokens(path)
-        except TokenFileError as error:
-            assert str(path) in str(error)
-            continue
-        # A changed tokenizer name or vocabulary (still above every id) changes no data.
-        assert np.array_equal(tokens.ids, ids(200, 255)), place
-        assert place < header_end
+        with pytest.raises(TokenFileError) as caught:
+            read_tokens(path)
+        assert str(path) in str(caught.value), place
     for cut in (0, 1, header_end, 4095, 4096, len(good) - 1):
         path.write_bytes(good[:cut])
         with pytest.raises(TokenFileError):
@@ -66,6 +62,8 @@ def test_a_header_that_lies_about_the_vocabulary_is_refused(tmp_path):
     path = tmp_path / "a.tokens"
     write_tokens(path, [np.array([0, 99])], 100)
     header = json.loads(path.read_bytes()[:4096]) | {"vocab_size": 99}
+    del header["header_sha256"]
+    header["header_sha256"] = hashlib.sha256(json.dumps(header).encode()).hexdigest()
     path.write_bytes(json.dumps(header).encode().ljust(4096) + path.read_bytes()[4096:])
     with pytest.raises(TokenFileError, match="token id 99 and a vocabulary of 99; ids run from 0 to 98"):
         read_tokens(path)

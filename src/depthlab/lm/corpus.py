@@ -12,7 +12,7 @@ import numpy as np
 from depthlab import data
 from depthlab.data import DataError, Text, cache_dir
 from depthlab.data.files import gist, sha256
-from depthlab.lm.tokens import Tokens, as_tokens, read_tokens, write_tokens
+from depthlab.lm.tokens import TokenFileError, Tokens, as_tokens, read_tokens, write_tokens
 from depthlab.runs import in_ci, write_atomic
 
 _TRAIN, _VALIDATION = 0.9, 0.05  # shares of a source that brings no splits; the rest is for testing
@@ -222,7 +222,10 @@ def _encode(text: str, tokenizer: Tokenizer, split: str, source: str) -> Tokens 
         _mention_long_work(text, f"encoding {label}")
         pieces = [tokenizer.encode(text)]
         write_tokens(cached, pieces, tokenizer.vocab_size, tokenizer=tokenizer.name, n_bytes=len(raw))
-    return read_tokens(cached)
+    try:
+        return read_tokens(cached)
+    except TokenFileError as error:
+        raise DataError(f"{error} It is only our cache: delete it and call again.") from None
 
 
 def _mention_long_work(text: str, work: str) -> None:
