@@ -30,7 +30,6 @@ from depthlab.kernels.mgr.tiles import (
     store_tile,
 )
 
-
 COUNTS = ["n_tokens", "n_long", "long_tokens"]  # one compiled kernel for all of them
 
 
