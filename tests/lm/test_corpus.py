@@ -133,8 +133,17 @@ def test_bpe_ids_are_cached_as_a_checked_file(story, tmp_path):
     assert first.train.bytes_per_token == pytest.approx(len(text.train.encode()) / len(first.train))
     for path in (tmp_path / "cache" / "tokens").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match="holds .* bytes where its header announces .* only our cache: delete it and call again"):
+    with pytest.raises(DataError, match="bytes where its header announces .* only our cache: delete it and call again"):
         corpus(story, "bpe-300")
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(story, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    trained = train_bpe(SOME, 300)
+    monkeypatch.setenv("DEPTHLAB_CACHE", f"{story}/cache")  # below a file
+    for use in (lambda: train_bpe(SOME, 300), lambda: corpus(story, trained)):
+        with pytest.raises(DataError, match=r"The cache .*story.txt/cache cannot be written \(Not a directory\); make"):
+            use()
 
 
 def test_a_token_file_is_a_corpus_and_keeps_its_tokenizer(tmp_path):

@@ -1,8 +1,9 @@
 """From text to token ids: two tokenizers, and the training, validation and test tokens of a data source."""
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -113,7 +114,8 @@ def train_bpe(text: str, vocab_size: int) -> BPETokenizer:
             "use a smaller size or more text."
         )
     tokenizer = BPETokenizer(inner.to_str())
-    _write_checked(cached, tokenizer.description)
+    with _writing_cache():
+        _write_checked(cached, tokenizer.description)
     return tokenizer
 
 
@@ -218,14 +220,26 @@ def _encode(text: str, tokenizer: Tokenizer, split: str, source: str) -> Tokens 
         return as_tokens(tokenizer.encode(text), 256, tokenizer="bytes", n_bytes=len(raw), source=label)
     cached = cache_dir() / "tokens" / f"{sha256(raw)[:16]}-{tokenizer.name}.tokens"
     if not cached.exists():
-        cached.parent.mkdir(parents=True, exist_ok=True)
         _mention_long_work(text, f"encoding {label}")
         pieces = [tokenizer.encode(text)]
-        write_tokens(cached, pieces, tokenizer.vocab_size, tokenizer=tokenizer.name, n_bytes=len(raw))
+        with _writing_cache():
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_tokens(cached, pieces, tokenizer.vocab_size, tokenizer=tokenizer.name, n_bytes=len(raw))
     try:
         return read_tokens(cached)
     except TokenFileError as error:
         raise DataError(f"{error} It is only our cache: delete it and call again.") from None
+
+
+@contextlib.contextmanager
+def _writing_cache() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"The cache {cache_dir()} cannot be written ({gist(error)}); make room there, or set DEPTHLAB_CACHE to "
+            "another folder."
+        ) from None
 
 
 def _mention_long_work(text: str, work: str) -> None:
