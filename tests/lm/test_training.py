@@ -14,6 +14,7 @@ from torch import nn
 
 from depthlab.lm import checkpoint, runlog, training
 from depthlab.lm.checkpoint import CheckpointError
+from depthlab.lm.evaluation import Evaluation
 from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.runlog import TrainingError, table
 from depthlab.lm.schedules import SCHEDULES
@@ -167,6 +168,34 @@ def test_nothing_is_printed_in_ci_but_what_happened(tmp_path, monkeypatch, capsy
         f"step {i} of 6" for i in (2, 4, 6)
     ]
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "b")] == ["step-000006"]
+
+
+def test_a_run_says_where_it_is_also_between_its_log_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(training, "_SILENT_S", 0.0)
+    train(tiny(), stream(), replace(QUICK, log_every=3), tmp_path)
+    lines = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [f"step {n} of 6" for n in range(1, 7)]
+    monkeypatch.setattr(training, "_SILENT_S", 1e9)
+    train(tiny(), stream(), replace(QUICK, log_every=3), tmp_path / "fast")
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_validation_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(tmp_path, monkeypatch):
+    def broken(model, ids, **how):
+        if weights(model).equal(start):
+            return Evaluation(1.0, 2.7, None, 1)
+        raise FloatingPointError("The loss of tokens 0 to 8 is nan.")
+
+    model = tiny()
+    start = weights(model)
+    monkeypatch.setattr(training, "evaluate", broken)
+    with pytest.raises(NonFiniteError) as caught:
+        train(model, stream(), replace(QUICK, evaluate_every=3), tmp_path, IDS, quiet=True)
+    assert str(caught.value) == (
+        "Validation after step 3 failed: The loss of tokens 0 to 8 is nan. "
+        f"The last good checkpoint is {tmp_path / 'step-000002'}."
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.llama import Llama, LlamaConfig
 from depthlab.lm.settings import check_choice, check_seed
 from depthlab.lm.tokens import TokenStream
-from depthlab.lm.training import FREE, TrainConfig, TrainResult, cannot_write, changed, holds_run, need_new, train
+from depthlab.lm.training import FREE, TrainConfig, TrainResult, cannot_write, holds_run, need_new, train
 
 # kind -> (config, model): config.preset(name, **changes) and model(config, generator). Callers may add kinds of theirs,
 # whose config may have options of its own in `training`; they come on top of the preset's.
@@ -85,7 +85,7 @@ def _options(out: Path, given: dict[str, Any], resume: bool, models: Models) -> 
         own = {**settings["model"]["config"], **settings["training"], **settings["about"].get("options", {})}
         for name, value in given.items():
             if name not in FREE and own.get(name, value) != value:
-                raise changed(out, name, own[name], value)
+                raise runlog.changed(out, name, own[name], value)
         return {**OPTIONS, **own, **given}
     preset = given.get("preset", OPTIONS["preset"])
     config_type, _ = models.get(given.get("model", OPTIONS["model"]), (None, None))

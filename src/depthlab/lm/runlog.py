@@ -17,6 +17,14 @@ class TrainingError(RuntimeError):
     """A training run that cannot start or go on; the message says why, what is kept and what to do."""
 
 
+def changed(out_dir: str | Path, name: str, before: Any, now: Any) -> TrainingError:
+    """What to raise where a run is resumed with another setting."""
+    return TrainingError(
+        f"The run in {out_dir} has {name}={before!r}, and now it is {now!r}; go on with the same settings, or begin in "
+        "another folder."
+    )
+
+
 def write_run(out_dir: Path, content: dict[str, Any]) -> None:
     """Write run.json whole. OSError where it cannot be."""
     write_atomic(out_dir / RUN, json.dumps(content, indent=1) + "\n")

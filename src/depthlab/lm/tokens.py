@@ -200,8 +200,9 @@ def _need_ids_below(ids: np.ndarray, vocab_size: int, source: str) -> None:
 class TokenStream:
     """Endless batches of windows of tokens, in an order that only the seed decides, and a position to go on from.
 
-    The tokens are cut into windows of `seq_len` inputs and the same shifted by one as targets. Every epoch shuffles all
-    windows anew, and none comes twice in it; a batch may end one epoch and begin the next.
+    The tokens are cut into windows of `seq_len` inputs and the same shifted by one as targets; what is left at the end,
+    fewer than `seq_len` tokens, is not read. Every epoch shuffles all windows anew, and none comes twice in it; a batch
+    may end one epoch and begin the next.
     """
 
     def __init__(self, tokens: Tokens, batch_size: int, seq_len: int, seed: int = 0) -> None:

@@ -88,6 +88,7 @@ class TrainConfig:
 
 
 FREE = ("log_every", "checkpoint_every", "keep")
+_SILENT_S = 10.0
 
 
 class TrainResult(NamedTuple):
@@ -115,6 +116,7 @@ class _Run:
     watch: sentry.Sentry
     log: Log
     quiet: bool
+    spoken: float = 0.0  # when something was last printed
     since: float = 0.0  # when the clock of ms_per_step started, and how many steps it has seen
     timed: int = 0
 
@@ -123,6 +125,7 @@ class _Run:
         return next(self.model.parameters()).device
 
     def say(self, text: str) -> None:
+        self.spoken = time.perf_counter()
         if not self.quiet:
             with contextlib.suppress(BrokenPipeError):  # `depthlab train | head`: a run goes on when nobody reads
                 print(text, flush=True)
@@ -142,13 +145,14 @@ def train(
     """Train `model` in place on batches of `stream`, keeping log, checkpoints and settings in `out_dir`.
 
     After a kill at any moment, ``resume=True`` with an equally built model goes on from the newest good checkpoint; on
-    a CPU weights, optimizers and log end bit for bit as if it had never stopped. Global generators are seeded.
+    a CPU weights, optimizers and log (but for its times) end bit for bit as if it had never stopped. Global generators
+    are seeded.
 
     Args:
-        validation: tokens whose loss is measured at the start, every `evaluate_every` steps, and at the end.
+        validation: tokens whose loss is measured at the end and, with `evaluate_every`, at the start and between.
         resume: go on where the run in `out_dir` stopped; a folder without a run, or without checkpoint, begins anew.
         about: further settings to keep; a resumed run must have the same.
-        quiet: print nothing. Progress is also left out where CI is set.
+        quiet: print nothing but the progress of long validations. Progress is left out where CI is set.
 
     Raises:
         ValueError: tokens outside the model's vocabulary or sequences longer than it reads.
@@ -220,7 +224,7 @@ def _enter(
         need_new(out)
     if holds_run(out):
         if found := _difference(runlog.read_run(out)["settings"], settings):
-            raise changed(out, *found)
+            raise runlog.changed(out, *found)
     else:
         parameters = sum(p.numel() for p in model.parameters())
         runlog.write_run(out, {"settings": settings, "parameters": parameters, "made_by": provenance()})
@@ -262,14 +266,6 @@ def cannot_write(out_dir: str | Path, error: OSError) -> TrainingError:
     )
 
 
-def changed(out_dir: str | Path, name: str, before: Any, now: Any) -> TrainingError:
-    """What to raise where a run is resumed with another setting."""
-    return TrainingError(
-        f"The run in {out_dir} has {name}={before!r}, and now it is {now!r}; go on with the same settings, or begin in "
-        "another folder."
-    )
-
-
 def _go(run: _Run, done: int) -> TrainResult:
     """Steps done + 1 .. steps, with all that is due after each."""
     config, saved = run.config, checkpoint.path_of(run.out, done) if done else None
@@ -278,16 +274,19 @@ def _go(run: _Run, done: int) -> TrainResult:
     with finish_step_on_ctrl_c() as interrupted:
         try:
             if done == 0 and config.evaluate_every and run.validation:
-                run.log.write({"step": 0, "tokens": 0, "val_loss": _validate(run)})
-            run.since = time.perf_counter()
+                run.log.write({"step": 0, "tokens": 0, "val_loss": _validate(run, 0)})
+            run.since = run.spoken = time.perf_counter()
             for step in range(done + 1, config.steps + 1):
                 moved = _step(run, step)
                 last = step == config.steps
                 if last or _due(step, config.log_every) or _due(step, config.evaluate_every):
                     _write_line(run, step, moved)
-                if last or _due(step, config.checkpoint_every) or interrupted():
+                elif time.perf_counter() - run.spoken > _SILENT_S and not in_ci():
+                    run.say(f"step {step} of {config.steps}")
+                stop = interrupted()
+                if last or _due(step, config.checkpoint_every) or stop:
                     saved = _save(run, step)
-                if interrupted():
+                if stop:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             run.say(f"Interrupted at step {step} of {config.steps}. {offer(run.out)} Go on with --resume.")
@@ -352,7 +351,7 @@ def _write_line(run: _Run, step: int, moved: Moved) -> None:
     line |= getattr(run.model, "log_fields", dict)()
     last = step == run.config.steps
     if run.validation and (last or _due(step, run.config.evaluate_every)):
-        line["val_loss"] = _validate(run)
+        line["val_loss"] = _validate(run, step)
     run.log.write(line)
     if not in_ci():
         validated = f", validation loss {line['val_loss']:.4f}" if "val_loss" in line else ""
@@ -363,7 +362,7 @@ def _write_line(run: _Run, step: int, moved: Moved) -> None:
     run.since, run.timed = time.perf_counter(), 0
 
 
-def _validate(run: _Run) -> float:
+def _validate(run: _Run, step: int) -> float:
     """Loss of the validation tokens in nats. NonFiniteError when it is not finite."""
     try:
         with autocast(run.device, run.config.precision):
@@ -374,7 +373,7 @@ def _validate(run: _Run) -> float:
                 max_tokens=run.config.evaluate_tokens or None,
             ).loss_nats
     except FloatingPointError as error:
-        raise sentry.NonFiniteError(f"Validation failed: {error} {offer(run.out)}") from None
+        raise sentry.NonFiniteError(f"Validation after step {step} failed: {error} {offer(run.out)}") from None
 
 
 def _save(run: _Run, step: int) -> Path:
