@@ -9,7 +9,7 @@ programs. A kind ("independent", "competitive", "append", "read") is what `kerne
 
 import math
 import os
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ def compute(
     from depthlab.kernels.mgr import kernels
 
     mixed, pooled, beta, kept = outputs = _outputs(streams, update, kind, keep)
-    n = streams.shape[-2] + (kind == "append")
+    n = streams.shape[-2] + int(kind == "append")
     arguments = [_dense(x, streams) for x in (streams, update, w_gate, bias, w_pool)]
     how = _choice(streams, update, n, backward=False)
     shares = _shares(how, pooled)
@@ -67,7 +67,7 @@ def compute_backward(
     from depthlab.kernels.mgr import kernels
 
     d_streams, d_update = _gradients(streams, update)
-    n, width = streams.shape[-2] + (kind == "append"), streams.shape[-1]
+    n, width = streams.shape[-2] + int(kind == "append"), streams.shape[-1]
     if d_pooled is None:
         d_pooled = streams.new_zeros([*streams.shape[:-2], width])
     tensors = (streams, update, w_gate, bias, w_pool, kept, d_mixed, d_pooled, d_beta)
@@ -80,20 +80,26 @@ def compute_backward(
     arguments += [d_streams, d_update, d_weights, *shares[1:]]
     _launch(kernels.layer_bwd_kernel, how, shares, d_pooled, n, kind, normalize, arguments, flags)
     absent = streams.new_empty(0)
-    d_w_gate, d_w_pool, d_bias = d_weights.tensor_split([width, 2 * width], dim=1)
+    d_w_gate, d_w_pool, d_bias = d_weights.sum(0).tensor_split([width, 2 * width])
     return (
         d_streams,
         d_update,
-        absent if w_gate is None else d_w_gate.sum(0).to(w_gate.dtype),
-        absent.clone() if bias is None else d_bias[:, : bias.numel()].sum(0).to(bias.dtype),
-        d_w_pool.sum(0).to(w_pool.dtype),
+        absent if w_gate is None else d_w_gate.to(w_gate.dtype),
+        absent if bias is None else d_bias[: bias.numel()].to(bias.dtype),
+        d_w_pool.to(w_pool.dtype),
     )
+
+
+@wraps(compute_backward)
+def _compute_backward_apart(*inputs) -> tuple[Tensor, ...]:
+    """What an operator returns may not share memory."""
+    return tuple(x.clone() if i > 1 else x for i, x in enumerate(compute_backward(*inputs)))
 
 
 def _outputs(streams: Tensor, update: Tensor | None, kind: str, keep: bool) -> tuple[Tensor, ...]:
     stored = streams if update is None else update
     *lead, n, width = streams.shape
-    n += kind == "append"
+    n += int(kind == "append")
     mixes = kind not in ("read", "append")
     mixed = stored.new_empty([0] if kind == "read" else [*lead, n, width])
     beta = streams.new_empty([*lead, n] if mixes else [0], dtype=torch.float32)
@@ -106,7 +112,7 @@ def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 
 
 layer = torch.library.custom_op("depthlab::mgr_layer", compute, mutates_args=())
-layer_backward = torch.library.custom_op("depthlab::mgr_layer_backward", compute_backward, mutates_args=())
+layer_backward = torch.library.custom_op("depthlab::mgr_layer_backward", _compute_backward_apart, mutates_args=())
 
 
 @layer.register_fake

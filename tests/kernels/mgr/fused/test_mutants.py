@@ -74,7 +74,7 @@ TILES = {
     "an update past its end": (MIX, "mask=cols < C, other=0.0", "mask=cols < C, other=1.0", {}),
     "half precision products": (READ, "mask=mask, other=0.0).to(tl.float32)", "mask=mask, other=0.0).to(tl.float16).to(tl.float32)", {}),
     "one bias for all streams": (MIX, 'rows * 0 if KIND == "competitive" else rows', "rows * 0", {}),
-    "kept numbers of other streams": (MIX, "tl.load(ptr + rows", "tl.load(ptr + N - 1 - rows", {}),
+    "kept numbers of other streams": (MIX, "tl.load(ptr + rows", "tl.load(ptr + (N - 1 - rows)", {}),
 }  # fmt: skip
 
 
