@@ -18,7 +18,7 @@ from depthlab.lm.evaluation import Evaluation
 from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.lm.runlog import TrainingError, table
 from depthlab.lm.schedules import SCHEDULES
-from depthlab.lm.sentry import NonFiniteError
+from depthlab.lm.sentry import NonFiniteError, Sentry
 from depthlab.lm.steps import gradients
 from depthlab.lm.tokens import TokenStream, as_tokens
 from depthlab.lm.training import TrainConfig, train
@@ -309,6 +309,13 @@ def test_a_step_that_is_not_looked_at_never_waits_for_the_device(tmp_path, monke
     monkeypatch.setattr("depthlab.lm.training._checks_every_step", lambda device: True)
     train(Bigram(), stream(), QUICK, tmp_path / "b", quiet=True)
     assert "__int__" in waits  # the spy sees a wait where there is one
+
+
+def test_the_report_keeps_the_norms_of_the_first_bad_step():
+    watch = Sentry(Bigram())
+    for step, norm in ((1, 1.0), (2, math.inf), (3, 5.0), (4, math.nan)):
+        watch.watch(step, torch.tensor(float(step)), torch.tensor([norm]))
+    assert watch.report() == {"step": 2, "loss": 2.0, "gradient_norms": {"table": math.inf}}
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
