@@ -24,7 +24,8 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def inverse_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Equation (1): 1 / sqrt(mean(x^2) + eps) over the last dimension, kept as size 1; eps is inside the root."""
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    mean = x.square().mean(-1, keepdim=True)
+    return (mean + eps).sqrt().reciprocal()  # not rsqrt: its gradient cubes the result, which may leave float32's range
 
 
 def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:

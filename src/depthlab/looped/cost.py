@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from depthlab.looped.config import LoopedConfig
 from depthlab.looped.model import LoopedTransformer
@@ -25,6 +24,8 @@ class Cost(NamedTuple):
 
 def cost(config: LoopedConfig, batch_size: int = 1, n_loops: int | None = None) -> Cost:
     """Counted on batch_size x seq_len tokens, attention over all positions."""
+    from torch.utils.flop_counter import FlopCounterMode  # complains on import where triton is not installed
+
     model = LoopedTransformer(config, torch.Generator().manual_seed(0))
     tokens = torch.zeros(batch_size, config.seq_len, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH):  # plain matrix products, which the counter knows on every device

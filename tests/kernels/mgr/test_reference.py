@@ -250,3 +250,17 @@ def close(found, expected):
     torch.testing.assert_close(
         torch.as_tensor(found).detach(), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-13
     )
+
+
+@pytest.mark.parametrize("size", [1e-17, 1e15, 1e17])
+def test_gradients_are_right_over_the_whole_allowed_range(make_inputs, size):
+    """The cube of an inverse RMS leaves float32's range long before its square does."""
+    streams, update, *weights = make_inputs(3, 2, 8, "independent")
+    eps = 1.2e-38 if size < 1 else 1e-6
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [x.to(dtype).requires_grad_() for x in (streams * size, update * size, *weights)]
+        read = reference.mix_and_pool(*inputs, gate="independent", normalize=True, eps=eps)[1]
+        gradients.append(torch.autograd.grad(read.square().sum() + read.sum(), inputs))
+    for true, found in zip(*gradients, strict=True):
+        assert (found - true).abs().max() < 1e-4 * true.abs().max()
