@@ -15,6 +15,7 @@ import torch
 
 FOOTPRINT_L2 = 10  # input sets are added until one round moves this many times the L2 cache
 _MIN_SAMPLE_MS = 1.0
+_ENOUGH_MS, _FEWEST_SAMPLES = 300.0, 7  # slow calls get fewer samples: what they spread over is seen all the same
 _COPY_BYTES = 2**30
 
 Call = Callable[[], object]
@@ -49,7 +50,7 @@ def launched(calls: Sequence[Call], samples: int, device: torch.device) -> Timin
         for _ in range(rounds):
             _round(calls)
 
-    return summarize(_sample(run, samples, device), len(calls) * rounds)
+    return summarize(_sample(run, _affordable(samples, probe * rounds), device), len(calls) * rounds)
 
 
 def replayed(calls: Sequence[Call], samples: int, device: torch.device) -> Timing | None:
@@ -70,6 +71,7 @@ def replayed(calls: Sequence[Call], samples: int, device: torch.device) -> Timin
         rounds = math.ceil(_MIN_SAMPLE_MS / once)
         graph = _capture(calls, rounds)
         _sample(graph.replay, 2, device)
+    samples = _affordable(samples, once * rounds)
     timing = summarize(_sample(graph.replay, samples, device), len(calls) * rounds, graphed=True)
     graph.reset()
     return timing
@@ -130,6 +132,10 @@ def peak_mib(call: Call, device: torch.device) -> float | None:
     peak = torch.cuda.max_memory_allocated(device) - before
     del result
     return peak / 2**20
+
+
+def _affordable(samples: int, sample_ms: float) -> int:
+    return max(min(samples, _FEWEST_SAMPLES), min(samples, int(_ENOUGH_MS / sample_ms)))
 
 
 def _round(calls: Sequence[Call]) -> None:

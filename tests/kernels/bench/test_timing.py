@@ -92,3 +92,16 @@ def test_on_a_gpu_rows_are_replayed_from_graphs_and_know_their_memory(implementa
     assert found["forward_graphed"] == found["backward_graphed"] == found["both_graphed"] == 1
     assert found["forward_peak_mib"] >= case.tokens * 5 * case.width * 2 / 2**20  # at least the results
     assert 0 < found["both_share"] < 1.2
+
+
+def test_slow_calls_are_sampled_less_often_and_quick_ones_as_often_as_asked() -> None:
+    counted = {"slow": 0, "quick": 0}
+
+    def call(name: str, seconds: float) -> None:
+        counted[name] += 1
+        time.sleep(seconds)
+
+    found = timing.launched([lambda: call("slow", 0.06)], 30, torch.device("cpu"))
+    timing.launched([lambda: call("quick", 0.002)], 30, torch.device("cpu"))
+    assert counted["slow"] < 20 and found.median_ms >= 60
+    assert counted["quick"] >= 30
