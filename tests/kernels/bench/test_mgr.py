@@ -192,7 +192,9 @@ def test_without_triton_that_is_what_is_missing(monkeypatch: pytest.MonkeyPatch)
 
 def test_make_bench_runs_the_command() -> None:
     root = Path(__file__).parents[3]
-    done = subprocess.run(["make", "-n", "bench"], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-n", "--no-print-directory", "bench"], cwd=root, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == ".venv/bin/python -m depthlab bench mgr"
 
 
