@@ -14,6 +14,8 @@ from depthlab import nbtools
 from depthlab.nbtools.execute import execute, nbval_flags
 from depthlab.nbtools.session import outside_tested_range
 
+EXECUTE = sys.modules["depthlab.nbtools.execute"]  # the module; `execute` is its function
+
 ROOT = Path(__file__).parents[1]
 SANITIZE = ROOT / "notebooks" / "nbval.cfg"
 
@@ -277,9 +279,7 @@ def test_check_runs_the_strict_comparison_with_the_policy(tmp_path, monkeypatch)
     path = save(tmp_path / "01_code.ipynb", "x = 1")
     calls = []
     monkeypatch.setattr(policy, "problems", lambda path: [])
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, env: calls.append((command, env)) or subprocess.CompletedProcess(command, 3)
-    )
+    monkeypatch.setattr(EXECUTE, "compare", lambda command, env: calls.append((command, env)) or (3, True))
     assert nbtools.check([path]) == 3
     ((command, env),) = calls
     assert command[1:3] == ["-m", "pytest"] and command[-1] == str(path) and "--nbval" in command
@@ -308,9 +308,7 @@ def test_a_notebook_on_triton_is_left_out_in_a_sentence_where_there_is_none(tmp_
     assert capsys.readouterr().out.splitlines()[0] == sentence and path.read_bytes() == before
     ran = []
     monkeypatch.setattr(policy, "problems", lambda path: [])
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, env: ran.append(command) or subprocess.CompletedProcess(command, 0)
-    )
+    monkeypatch.setattr(EXECUTE, "compare", lambda command, env: ran.append(command) or (0, True))
     assert nbtools.check([path, other]) == 0 and sentence in capsys.readouterr().out
     assert str(other) in ran[0] and str(path) not in ran[0]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
@@ -381,3 +379,18 @@ def test_hook_file_leaves_student_copies_out_and_quietens_the_kernels(monkeypatc
     spec.loader.exec_module(hook)
     assert hook.collect_ignore_glob == ["exercises/*"]
     assert os.environ == {**nbtools.KERNEL_ENV, "OMP_NUM_THREADS": "2"}, "what the caller asks for stays"
+
+
+@pytest.mark.parametrize(("text", "runs"), [("Kernel didn't respond in 60 seconds", 2), ("1 failed", 1)])
+def test_a_comparison_is_repeated_once_where_a_kernel_did_not_start_and_nowhere_else(
+    tmp_path, monkeypatch, capsys, text, runs
+):
+    from depthlab.nbtools import policy
+
+    path = save(tmp_path / "01_code.ipynb", "x = 1")
+    monkeypatch.setattr(policy, "problems", lambda path: [])
+    real, ran = EXECUTE.compare, []
+    script = [sys.executable, "-c", f"print({text!r}); raise SystemExit(3)"]
+    monkeypatch.setattr(EXECUTE, "compare", lambda command, env: ran.append(command) or real(script, env))
+    assert nbtools.check([path]) == 3 and len(ran) == runs
+    assert capsys.readouterr().out.count(text) == runs

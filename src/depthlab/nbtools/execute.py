@@ -141,8 +141,23 @@ def check(paths: Sequence[str | Path] | None = None, cell_timeout: float = CELL_
     if not runnable:
         return 1 if found else 0
     command = [sys.executable, "-m", "pytest", *nbval_flags(runnable[0].parent, cell_timeout), *map(str, runnable)]
-    failed = subprocess.run(command, env={**KERNEL_ENV, **os.environ}).returncode
+    environment = {**KERNEL_ENV, **os.environ}
+    failed, started = compare(command, environment)
+    if failed and not started:  # two kernels that start at one moment can pick the same port: no fault of a notebook
+        print("A kernel did not start; comparing once more.", flush=True)
+        failed, _ = compare(command, environment)
     return 1 if found else failed
+
+
+def compare(command: Sequence[str], environment: dict[str, str]) -> tuple[int, bool]:
+    """Run pytest and show what it prints: its exit code, and whether every kernel started."""
+    started = True
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, env=environment, **pipe) as running:
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            started = started and "Kernel didn't respond in" not in line
+    return running.returncode, started
 
 
 def nbval_flags(folder: str | Path, cell_timeout: float = CELL_TIMEOUT) -> list[str]:
