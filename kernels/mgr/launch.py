@@ -1,4 +1,6 @@
-"""How the fused kernels are launched, measured on an H200 in bfloat16 at 32,768 tokens (`depthlab bench mgr`).
+"""How the fused kernels are launched: chosen by sweeps on an H200 in bfloat16 at 32,768 tokens.
+
+`depthlab bench mgr` measures what the choices give.
 
 What decides is how much of a tile one lane holds. Forward, 128 elements and three pipeline stages are best: few warps
 mean few exchanges between them, and there is little a token needs beside its streams. Backward, a lane can hold 64: the
@@ -33,7 +35,7 @@ class Launch(NamedTuple):
 @lru_cache
 def launch_choice(n: int, width: int, itemsize: int = 2, *, backward: bool, shared_bytes: int = SHARED_BYTES) -> Launch:
     """The launch for streams [.., n, width] of `itemsize` bytes an element."""
-    n_pad, padded = _power_of_two(n), _power_of_two(width)
+    n_pad, padded = power_of_two(n), power_of_two(width)
     chunked = width % CHUNK == 0 and width < (padded if backward or n_pad > 4 else 0.75 * padded)
     block = CHUNK if chunked else padded
     columns = math.ceil(width / block) * block
@@ -41,7 +43,7 @@ def launch_choice(n: int, width: int, itemsize: int = 2, *, backward: bool, shar
     lane, largest = (BACKWARD_LANE, BACKWARD_TILE) if backward else (FORWARD_LANE, FORWARD_TILE)
     if chunked and n_pad > 4 and not backward:
         lane += 32
-    warps = _power_of_two(math.ceil(tile / (32 * lane)))
+    warps = power_of_two(math.ceil(tile / (32 * lane)))
     if tile > largest or (warps > 1 and block < 64 * warps):
         return _in_blocks(n_pad, block)
     stages = 3 if not backward else 1 if chunked and n_pad > 4 else 2
@@ -74,6 +76,6 @@ def _in_blocks(n_pad: int, block: int) -> Launch:
     return Launch(constants, warps, max(2, 16 // warps), long_share=0.97, short_tokens=4)
 
 
-def _power_of_two(x: int) -> int:
+def power_of_two(x: int) -> int:
     """The smallest power of two that is not below x."""
     return 1 << (x - 1).bit_length()

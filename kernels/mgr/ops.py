@@ -233,10 +233,8 @@ def _device(device: torch.device):
 
 
 def _launch(kernel, how, shares: _Shares, pooled: Tensor, n: int, kind: str, normalize: bool, arguments, flags) -> None:
-    import triton
-
     if pooled.numel() == 0:
         return
-    shape = {"KIND": kind, "NORMALIZE": normalize, "N": n, "N_PAD": triton.next_power_of_2(n), "C": pooled.shape[-1]}
+    shape = {"KIND": kind, "NORMALIZE": normalize, "N": n, "N_PAD": launch.power_of_two(n), "C": pooled.shape[-1]}
     with torch.cuda.device_of(pooled):  # Triton launches on the current device, whatever the tensors' is
         kernel[(shares.programs,)](*arguments, **flags, **shape, **how.constants, num_warps=how.warps)
