@@ -46,7 +46,7 @@ def test_the_gpu_record_has_both_at_two_loop_counts_from_three_seeds_a_sweep_and
     assert len({(name, s["seed"]) for name, s in zip(names, cells, strict=True)}) == len(cells)
 
 
-ALL = ("looped_instability", "looped_rates", "looped_toy", "looped_toy_search")
+ALL = ("looped_instability", "looped_rates", "looped_variants", "looped_toy", "looped_toy_search")
 
 
 @pytest.mark.parametrize("name", ALL)

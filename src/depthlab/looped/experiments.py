@@ -1,6 +1,7 @@
 """The recorded runs of looped transformers: where the plain one breaks, and what does not.
 
-`depthlab runs make looped-instability`, `looped-rates` (GPU); `looped-toy`, `looped-toy-search` (CPU).
+`depthlab runs make looped-instability`, `looped-rates`, `looped-variants` (GPU); `looped-toy`, `looped-toy-search`
+(CPU).
 """
 
 import math
@@ -53,19 +54,23 @@ _SHAPE = ("n_layers", "n_loops", "d_model", "n_heads", "seq_len", "tied", "backp
 
 
 def looped_instability() -> Experiment:
-    """LT and FLT at 12 and 6 loops; LT untied and truncated; the other variants at 12."""
+    """LT and FLT at 12 and 6 loops; LT untied and truncated."""
     main = grid(variant=["lt", "flt"], n_loops=[12, 6], rate=[1.0], seed=SEEDS)
     untied = grid(variant=["lt"], n_loops=[12], rate=[1.0], tied=[False], seed=SEEDS)
     truncated = grid(variant=["lt"], n_loops=[12], rate=[1.0], backprop_loops=[3], seed=SEEDS)
-    others = grid(variant=["lt-input", "lt-attn", "flt-res"], n_loops=[12], rate=[1.0], seed=SEEDS)
-    cells = [*main, *untied, *truncated, *others]
-    return Experiment("looped-instability", (*CLAIMS, "FLT-4", "FLT-5", "FLT-12"), _GPU, cells, run_cell)
+    return Experiment("looped-instability", (*CLAIMS, "FLT-12"), _GPU, [*main, *untied, *truncated], run_cell)
 
 
 def looped_rates() -> Experiment:
     """LT and FLT at 12 loops and other rates, one seed: is LT's collapse a badly chosen rate?"""
     cells = grid(variant=["lt", "flt"], n_loops=[12], rate=[0.125, 0.25, 0.5, 2.0], seed=[0])
     return Experiment("looped-rates", ("FLT-3", "FLT-6"), _GPU, cells, run_cell)
+
+
+def looped_variants() -> Experiment:
+    """The three variants between LT and FLT at 12 loops: which part of the cure does what."""
+    cells = grid(variant=["lt-input", "lt-attn", "flt-res"], n_loops=[12], rate=[1.0], seed=SEEDS)
+    return Experiment("looped-variants", ("FLT-4", "FLT-5"), _GPU, cells, run_cell)
 
 
 def looped_toy() -> Experiment:
