@@ -1,6 +1,7 @@
 """Mixing and pooling of Multi-Gate Residuals (arXiv 2605.23259).
 
-The three functions are all that is needed from outside; `reference` states each equation, DERIVATION.md derives them.
+Three functions are a layer; `inverting` is one whose backward needs no input streams. `reference` states each equation,
+DERIVATION.md derives them.
 """
 
 from depthlab.kernels.mgr.function import (
@@ -13,16 +14,21 @@ from depthlab.kernels.mgr.function import (
     mix_and_pool,
     resolve_backend,
 )
+from depthlab.kernels.mgr.inverting import ExactRows, mix_and_pool_backward, mix_and_pool_forward, unmix
 from depthlab.kernels.mgr.reference import rms_normalize
 
 __all__ = [
     "BACKENDS",
     "MAX_STREAMS",
     "BackendUnavailable",
+    "ExactRows",
     "append_and_pool",
     "attn_pool",
     "check_tensor",
     "mix_and_pool",
+    "mix_and_pool_backward",
+    "mix_and_pool_forward",
     "resolve_backend",
     "rms_normalize",
+    "unmix",
 ]

@@ -134,17 +134,7 @@ def mix_and_pool(
 
     Source: arXiv 2605.23259; equations (1) to (8) of DERIVATION.md.
     """
-    _check_backend(backend)
-    _check_gate(gate)
-    n, width = _check_streams(streams)
-    _check_update(update, streams)
-    _check_vector("w_gate", w_gate, width, "C", streams)
-    _check_vector("w_pool", w_pool, width, "C", streams)
-    if gate == "independent":
-        _check_vector("bias", bias, n, "n, one bias a stream for independent gates", streams)
-    else:
-        _check_vector("bias", bias, 1, "the one forget logit of competitive gates", streams)
-    _check_options(normalize, eps)
+    check_mixing(streams, update, w_gate, bias, w_pool, gate, normalize, eps, backend)
     if resolve_backend(backend, streams, update, w_gate, bias, w_pool) == "triton":
         return _fused(gate, streams, update, w_gate, bias, w_pool, normalize, eps)[:3]
     return reference.mix_and_pool(streams, update, w_gate, bias, w_pool, gate=gate, normalize=normalize, eps=eps)
@@ -209,14 +199,35 @@ def attn_pool(
     return reference.attn_pool(streams, w_pool, normalize=normalize, eps=eps)
 
 
+def check_mixing(
+    streams: Tensor,
+    update: Tensor,
+    w_gate: Tensor,
+    bias: Tensor,
+    w_pool: Tensor,
+    gate: str,
+    normalize: bool,
+    eps: float,
+    backend: str,
+) -> None:
+    """TypeError or ValueError in one sentence unless `mix_and_pool` takes these arguments."""
+    _check_backend(backend)
+    if gate not in GATES:
+        raise ValueError(f"gate={gate!r} is unknown; use {' or '.join(map(repr, GATES))}.")
+    n, width = _check_streams(streams)
+    _check_update(update, streams)
+    _check_vector("w_gate", w_gate, width, "C", streams)
+    _check_vector("w_pool", w_pool, width, "C", streams)
+    if gate == "independent":
+        _check_vector("bias", bias, n, "n, one bias a stream for independent gates", streams)
+    else:
+        _check_vector("bias", bias, 1, "the one forget logit of competitive gates", streams)
+    _check_options(normalize, eps)
+
+
 def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, BACKENDS))}.")
-
-
-def _check_gate(gate: str) -> None:
-    if gate not in GATES:
-        raise ValueError(f"gate={gate!r} is unknown; use {' or '.join(map(repr, GATES))}.")
 
 
 def _check_options(normalize: bool, eps: float) -> None:

@@ -2,7 +2,7 @@
 
 Every function takes streams [.., n, C] with any leading dimensions and differentiates twice. Arithmetic runs in float32
 or wider whatever the inputs are; `mix_and_pool`, `append_and_pool` and `attn_pool` round once, when they store.
-Numbers (1) to (8) are those of DERIVATION.md. Nothing is checked here: `function.py` does that. Source: arXiv
+Numbers (1) to (8) and (18) are those of DERIVATION.md. Nothing is checked here: `function.py` does that. Source: arXiv
 2605.23259.
 
 Products and sums are written out: `matmul` and `einsum` would drop to half precision under autocast.
@@ -103,3 +103,13 @@ def mix_and_pool(
     mixed = interpolate(s, f.unsqueeze(-2), beta.unsqueeze(-1))
     pooled = attn_pool(mixed, w_pool, normalize=normalize, eps=eps)
     return mixed.to(update.dtype), pooled.to(update.dtype), beta
+
+
+def unmix(mixed: Tensor, update: Tensor, beta: Tensor) -> Tensor:
+    """Equation (18): the streams before (4), [.., n, C], from those after it, F [.., C] and beta [.., n].
+
+    In float32 or wider, unrounded. Of a gate of exactly 1 nothing is left: its stream comes back as it is, so as F.
+    """
+    mixed, update, beta = wide(mixed, update, beta)
+    odds = torch.where(beta < 1, beta / (1 - beta), 0.0).unsqueeze(-1)
+    return mixed + odds * (mixed - update.unsqueeze(-2))
