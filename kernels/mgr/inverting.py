@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthlab.kernels.mgr import reference
-from depthlab.kernels.mgr.function import Backend, Gate, check_mixing, check_tensor
+from depthlab.kernels.mgr import ops, reference
+from depthlab.kernels.mgr.function import Backend, Gate, check_mixing, check_tensor, resolve_backend
 
 
 class ExactRows(NamedTuple):
@@ -50,6 +50,8 @@ def mix_and_pool_forward(
     """
     tensors = (streams, update, w_gate, bias, w_pool)
     check_mixing(*tensors, gate, normalize, eps, backend)
+    if resolve_backend(backend, *tensors) == "triton":
+        return ops.compute(*tensors, gate, normalize, float(eps), True)
     mixed, pooled, beta = reference.mix_and_pool(*tensors, gate=gate, normalize=normalize, eps=eps)
     return mixed, pooled, beta, beta.new_empty(0)
 
@@ -97,7 +99,16 @@ def mix_and_pool_backward(
     for name, x, like in zip(("d_mixed", "d_pooled", "d_beta"), upstream, (mixed, update, beta), strict=True):
         if x is not None:
             _check_like(name, x, like)
-    streams = _unmix(mixed, exact, update, beta)
+    if resolve_backend(backend, mixed, update, *weights) == "triton":
+        _check_kept(kept, mixed)
+        slots, values = exact or (None, None)
+        return ops.compute_inverting_backward(mixed, slots, values, update, *weights, kept, upstream, gate, normalize)
+    return _differentiate(_unmix(mixed, exact, update, beta), update, *weights, upstream, gate, normalize, eps)
+
+
+def _differentiate(streams, update, w_gate, bias, w_pool, upstream, gate, normalize, eps) -> tuple[Tensor, ...]:
+    """The streams and the gradients at them, by autograd, of what has an upstream gradient."""
+    weights = (w_gate, bias, w_pool)
     leaves = [x.detach().requires_grad_() for x in (streams, update, *weights)]
     with torch.enable_grad():
         outputs = reference.mix_and_pool(*leaves, gate=gate, normalize=normalize, eps=eps)
@@ -157,6 +168,13 @@ def _check_known(mixed: Tensor, exact: ExactRows | None, beta: Tensor) -> None:
             f"exact.values has dtype {values.dtype} and mixed {mixed.dtype}; only streams of one dtype can be rebuilt, "
             "so keep such a layer's input instead."
         )
+
+
+def _check_kept(kept: Tensor, mixed: Tensor) -> None:
+    check_tensor("kept", kept)
+    if kept.numel() == 0 and mixed.numel() > 0:
+        raise ValueError("kept is empty, as with backend='torch'; use one backend for the forward and the backward.")
+    _check_shape("kept", kept, (*mixed.shape[:-2], 4 * mixed.shape[-2] + 1), mixed)
 
 
 def _check_like(name: str, x: Tensor, like: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The fused kernels of Multi-Gate Residuals: one layer, forward and backward.
 
 A layer makes its streams (KIND: "independent" or "competitive" gates mix the update into them, "append" makes the
-update one more stream, "read" takes them as they are) and pools what the next sublayer reads. Numbers (1) to (17) are
+update one more stream, "read" takes them as they are) and pools what the next sublayer reads. Numbers (1) to (18) are
 DERIVATION.md's stages.
 
 A program walks over tokens. Each pair of `for start`, `for i` loops below is one visit to a token's tiles. Either they
@@ -16,6 +16,8 @@ r, r_m inverse RMS of s, m; z, beta gate scores and gates; a, alpha pool scores 
 import triton
 import triton.language as tl
 
+from depthlab.kernels.mgr.equations import gates, inverse_rms, make_streams, softmax, through_read
+from depthlab.kernels.mgr.rebuilding import load_slots, rebuild_streams
 from depthlab.kernels.mgr.tiles import (
     add_row,
     columns,
@@ -25,21 +27,13 @@ from depthlab.kernels.mgr.tiles import (
     hold_tiles,
     load_bias,
     load_numbers,
+    plus,
     store_numbers,
     store_row,
     store_tile,
 )
 
 COUNTS = ["n_tokens", "n_long", "long_tokens"]  # one compiled kernel for all of them
-
-
-@triton.jit
-def plus(total, x, i: tl.constexpr):
-    """total + x, or x at block 0: adding it to zeros would cost an instruction an element."""
-    if i == 0:
-        return x
-    else:
-        return total + x
 
 
 @triton.jit
@@ -59,54 +53,6 @@ def own_tokens(n_tokens, n_long, long_tokens):
         stop = n_tokens
         step = tl.num_programs(0) - n_long
     return start, stop, step
-
-
-@triton.jit
-def inverse_rms(squares, eps, C: tl.constexpr):
-    """Equation (1) from the sum of squares."""
-    return tl.rsqrt(squares / C + eps)
-
-
-@triton.jit
-def softmax(x, rows, N: tl.constexpr):
-    """Over the first N values; zero where padded."""
-    x = tl.where(rows < N, x, -float("inf"))
-    e = tl.exp(x - tl.max(x, 0))
-    return e / tl.sum(e, 0)
-
-
-@triton.jit
-def gates(z, bias, rows, N: tl.constexpr, KIND: tl.constexpr):
-    """Equations (3i) and (3c): beta [N_PAD], zero where padded, and beta_0, the share that no stream takes."""
-    if KIND == "competitive":
-        z = tl.where(rows < N, z, -float("inf"))
-        forget = tl.max(bias, 0)
-        top = tl.maximum(tl.max(z, 0), forget)
-        e = tl.exp(z - top)
-        e_0 = tl.exp(forget - top)
-        total = tl.sum(e, 0) + e_0
-        return e / total, e_0 / total
-    else:
-        return tl.where(rows < N, tl.sigmoid(z + bias), 0.0), 0.0
-
-
-@triton.jit
-def make_streams(s, f, beta, rows, N: tl.constexpr, KIND: tl.constexpr):
-    """A tile of m from a tile of s and a row of f."""
-    if KIND == "read":
-        return s
-    elif KIND == "append":
-        return tl.where((rows == N - 1)[:, None], f[None, :], s)
-    else:  # (4) in two fused multiply-adds: both end points are exact
-        beta = beta[:, None]
-        return beta * f[None, :] + (s - beta * s)
-
-
-@triton.jit
-def through_read(d_m, m, g, w, alpha, rho, shrink, to_w_pool, to_m):
-    """Equations (9) and (11): the gradient of m, with what comes back through the read."""
-    g_p = rho * g - shrink * tl.sum(alpha[:, None] * m, 0)
-    return d_m + to_w_pool[:, None] * w[None, :] - to_m[:, None] * m + alpha[:, None] * g_p[None, :]
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -233,7 +179,7 @@ def layer_fwd_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def layer_bwd_kernel(
-    streams_ptr,
+    streams_ptr,  # INVERT: m as it was stored, from which s is rebuilt
     update_ptr,
     w_gate_ptr,
     bias_ptr,
@@ -245,9 +191,14 @@ def layer_bwd_kernel(
     d_streams_ptr,  # as streams
     d_update_ptr,  # as update
     d_weights_ptr,  # [programs, 2 C + N], zero if not HELD: of w_gate, w_pool, bias, from a program's tokens
+    slots_ptr,  # [tokens, N], the row of values that is this stream, -1 where it is rebuilt; used if EXACT
+    values_ptr,  # [.., C]; used if EXACT
+    rebuilt_ptr,  # [tokens, N, C], gets s; used if INVERT
     n_tokens,
     n_long,
     long_tokens,
+    INVERT: tl.constexpr,
+    EXACT: tl.constexpr,
     HAS_D_MIXED: tl.constexpr,
     HAS_D_BETA: tl.constexpr,
     KIND: tl.constexpr,
@@ -307,6 +258,14 @@ def layer_bwd_kernel(
         r_m = load_numbers(kept + 1 + N, rows, N)
         rho = tl.load(kept)
         alpha = softmax(a, rows, N)  # (6) again
+        if INVERT:  # (18); tiles that are not held are loaded from where this stores them
+            slots = load_slots(slots_ptr + at * N, rows, N) if EXACT else rows
+            r_ptr = rebuilt_ptr + at * N * C
+            s_held = rebuild_streams(
+                s_held, f_held, beta, slots, s_ptr, f_ptr, values_ptr, r_ptr,
+                rows, first, N, C, BLOCK_C, HELD, EXACT,
+            )  # fmt: skip
+            s_ptr = r_ptr
 
         along_g = nothing
         along_p = nothing

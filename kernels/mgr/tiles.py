@@ -96,6 +96,15 @@ def get_row(held, i: tl.constexpr, ptr, cols, C: tl.constexpr, HELD: tl.constexp
 
 
 @triton.jit
+def plus(total, x, i: tl.constexpr):
+    """total + x, or x at block 0: adding it to zeros would cost an instruction an element."""
+    if i == 0:
+        return x
+    else:
+        return total + x
+
+
+@triton.jit
 def add_row(held, i: tl.constexpr, ptr, row, cols, C: tl.constexpr, BLOCKS: tl.constexpr, HELD: tl.constexpr):
     """Add to block i of a vector that is held, or to the program's own copy of it in memory."""
     if HELD:

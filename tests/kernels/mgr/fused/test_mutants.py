@@ -1,6 +1,7 @@
 """Deliberately wrong kernels: each must fail the very comparison, at the very tolerance, that the right ones pass.
 
-A mutant is the source of kernels.py or tiles.py with one string replaced; a string that is not there fails its test.
+A mutant is the kernels' source with one string replaced, in the one file that holds it; a string that no file holds
+fails its test.
 """
 
 # ruff: noqa: E501  (one mutant a line)
@@ -15,11 +16,12 @@ import torch
 from depthlab.kernels import mgr
 
 FOLDER = Path(mgr.__file__).parent
+FILES = ("tiles", "equations", "rebuilding", "kernels")  # each imports only those before it
 LOADED = {"HELD": False, "HELD_WEIGHTS": False}
 READ, MIX = "read", "independent"
 
 # name: (kind, what stands there, what the mutant says, how to run it)
-KERNELS = {
+MUTANTS = {
     "uniform gates": (MIX, "tl.sigmoid(z + bias)", "tl.sigmoid(tl.sum(tl.where(rows < N, z + bias, 0.0), 0) / N + 0.0 * z)", {}),
     "gates without their bias": (MIX, "tl.sigmoid(z + bias)", "tl.sigmoid(z)", {}),
     "independent gates for competitive": ("competitive", 'KIND == "competitive":\n        z = tl', "False:\n        z = tl", {}),
@@ -67,35 +69,31 @@ KERNELS = {
     "a token dealt to nobody": (READ, "stop = long_tokens", "stop = long_tokens - 1", {}),
     "a token dealt out twice": (READ, "start = long_tokens + program", "start = long_tokens - 1 + program", {}),
     "gate and pool scores swapped": (MIX, "store_numbers(kept + 1, a", "store_numbers(kept + 1, z", {}),
-}  # fmt: skip
-TILES = {
     "the last stream not loaded": (READ, "(rows < N)[:, None] & (cols < C)[None, :]\n    return", "(rows < N - 1)[:, None] & (cols < C)[None, :]\n    return", {}),
     "columns of the next row": (READ, "(rows < N)[:, None] & (cols < C)[None, :]\n    return", "(rows < N)[:, None] & (cols < C + 1)[None, :]\n    return", {}),
     "an update past its end": (MIX, "mask=cols < C, other=0.0", "mask=cols < C, other=1.0", {}),
     "half precision products": (READ, "mask=mask, other=0.0).to(tl.float32)", "mask=mask, other=0.0).to(tl.float16).to(tl.float32)", {}),
     "one bias for all streams": (MIX, 'rows * 0 if KIND == "competitive" else rows', "rows * 0", {}),
-    "kept numbers of other streams": (MIX, "tl.load(ptr + rows", "tl.load(ptr + (N - 1 - rows)", {}),
+    "kept numbers of other streams": (MIX, "tl.load(ptr + rows, mask=rows < N, other=0.0)", "tl.load(ptr + (N - 1 - rows), mask=rows < N, other=0.0)", {}),
 }  # fmt: skip
 
 
-MUTANTS = {name: ("kernels", *rest) for name, rest in KERNELS.items()}
-MUTANTS |= {name: ("tiles", *rest) for name, rest in TILES.items()}
-SETTINGS = [(kind, how) for kind, _, _, how in [*KERNELS.values(), *TILES.values()]]
+SETTINGS = [(kind, how) for kind, _, _, how in MUTANTS.values()]
 SETTINGS = [x for i, x in enumerate(SETTINGS) if x not in SETTINGS[:i]]
 
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch, force):
-    """copied(file, old, new, **constants): the kernels that run are a copy, in one of whose files `old` reads `new`."""
+    """copied(old, new, **constants): the kernels that run are a copy, in one of whose files `old` reads `new`."""
 
-    def install(file: str, old: str, new: str, **constants) -> None:
-        sources = {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in ("tiles", "kernels")}
-        assert old in sources[file], f"{file}.py no longer says {old!r}: state this mutant anew"
-        sources[file] = sources[file].replace(old, new)
-        sources["kernels"] = sources["kernels"].replace("depthlab.kernels.mgr.tiles", "copied_tiles")
+    def install(old: str = "", new: str = "", **constants) -> None:
+        sources = {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in FILES}
+        holding = [name for name, source in sources.items() if old and old in source]
+        assert len(holding) == bool(old), f"{len(holding)} files say {old!r}: state this mutant anew"
         for name, source in sources.items():
+            source = source.replace(old, new) if name in holding else source
             path = tmp_path / f"copied_{name}.py"
-            path.write_text(source, encoding="utf-8")
+            path.write_text(source.replace("depthlab.kernels.mgr.", "copied_"), encoding="utf-8")
             spec = importlib.util.spec_from_file_location(path.stem, path)
             module = importlib.util.module_from_spec(spec)
             monkeypatch.setitem(sys.modules, path.stem, module)
@@ -113,14 +111,14 @@ def worst(fused, kind: str, how: dict) -> float:
 
 @pytest.mark.parametrize(("kind", "how"), SETTINGS)
 def test_an_unchanged_copy_passes(fused, copied, kind, how):
-    copied("kernels", "", "", **{k: v for k, v in how.items() if k.isupper()})
+    copied(**{k: v for k, v in how.items() if k.isupper()})
     assert worst(fused, kind, how) <= 1
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails(fused, copied, name):
-    file, kind, old, new, how = MUTANTS[name]
-    copied(file, old, new, **{k: v for k, v in how.items() if k.isupper()})
+    kind, old, new, how = MUTANTS[name]
+    copied(old, new, **{k: v for k, v in how.items() if k.isupper()})
     assert worst(fused, kind, how) > 4  # so 2,000 float32 roundoffs and more
 
 
@@ -128,10 +126,10 @@ def test_pooling_the_rounded_streams_is_told_apart_in_half_precision(fused, copi
     """What is right in float32 and wrong in float16: scores and pool of the streams as they were stored."""
     old = "m = make_streams(s, f, beta, rows, N, KIND)\n                if KIND"
     inputs = fused.draw("independent", None, 4, 100, torch.float16)
-    copied("kernels", old, old.replace("\n", ".to(tl.float16).to(tl.float32)\n", 1))
+    copied(old, old.replace("\n", ".to(tl.float16).to(tl.float32)\n", 1))
     assert fused.errors("independent", inputs)["pooled"] > 1
 
 
 def test_a_replacement_that_finds_nothing_is_no_mutant(copied):
     with pytest.raises(AssertionError, match="state this mutant anew"):
-        copied("kernels", "what no kernel says", "")
+        copied("what no kernel says", "")
