@@ -93,9 +93,23 @@ def layer(streams, update, w_gate, bias, w_pool, gate, normalize, eps, upstream)
     )
 
 
+def layer_at(rebuilt, streams, update, w_gate, bias, w_pool, gate, normalize, eps, upstream):
+    """The gradients of a mixing layer at rebuilt streams, with scores, gates and norms as the forward had them."""
+    gradients = []
+    for s, true, f, (g_mixed, g_h, g_beta) in zip(rebuilt, streams, update, zip(*upstream, strict=True), strict=True):
+        v = forward_token(true, f, w_gate, bias, w_pool, gate, normalize, eps)
+        v.mixed = np.stack([(1 - b) * x + b * f for b, x in zip(v.beta, s, strict=True)])
+        v.p = v.alpha @ v.mixed
+        gradients.append(backward_token(v, s, f, w_gate, w_pool, gate, normalize, g_mixed, g_h, g_beta))
+    d_s, d_f, d_w_gate, d_bias, d_w_pool = (np.stack(g) for g in zip(*gradients, strict=True))
+    return d_s, d_f, d_w_gate.sum(0), d_bias.sum(0), d_w_pool.sum(0)
+
+
 @pytest.fixture
 def truth():
-    return SimpleNamespace(layer=layer, append_token=append_token, pool_token=pool_token, read_backward=read_backward)
+    return SimpleNamespace(
+        layer_at=layer_at, layer=layer, append_token=append_token, pool_token=pool_token, read_backward=read_backward
+    )
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 That is what the byte count of DERIVATION.md and of the benchmark stands on. No GPU is needed to compile.
 """
 
+import functools
 import os
 import re
 from collections import Counter
@@ -20,20 +21,27 @@ from depthlab.kernels.mgr import kernels, launch  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 STORED = ("streams_ptr", "update_ptr", "mixed_ptr", "pooled_ptr")
-STORED += ("d_mixed_ptr", "d_pooled_ptr", "d_streams_ptr", "d_update_ptr")
+STORED += ("d_mixed_ptr", "d_pooled_ptr", "d_streams_ptr", "d_update_ptr", "values_ptr", "rebuilt_ptr")
 COUNTS = ("n_tokens", "n_long", "long_tokens")
 CASES = [("competitive", n, width) for n in (4, 8) for width in (768, 1024, 2048)]  # kernels/bench times these
 CASES += [("independent", 4, 1024), ("append", 4, 1024), ("read", 4, 1280)]
 
 
-def compiled(kind: str, n: int, width: int, *, backward: bool):
+INVERTED = [("competitive", n, width) for n in (4, 8) for width in (768, 1024)]
+INVERTED += [("independent", 4, 2048)]
+
+
+@functools.cache
+def compiled(kind: str, n: int, width: int, *, backward: bool, invert: bool = False, exact: bool = False):
     """The compiled kernel for bfloat16 streams and float32 weights, normalised, and the launch it is meant for."""
     kernel = kernels.layer_bwd_kernel if backward else kernels.layer_fwd_kernel
     how = launch.launch_choice(n, width, backward=backward)
-    flags = {"HAS_D_MIXED": kind != "read", "HAS_D_BETA": False} if backward else {"KEEP": True}
+    flags = {"KEEP": True}
+    if backward:
+        flags = {"HAS_D_MIXED": kind != "read", "HAS_D_BETA": False, "INVERT": invert, "EXACT": exact}
     shape = {"KIND": kind, "NORMALIZE": True, "N": n, "N_PAD": triton.next_power_of_2(n), "C": width}
     constants = {**flags, **shape, **how.constants}
-    types = dict.fromkeys(COUNTS, "i32") | {"eps": "fp32"} | dict.fromkeys(STORED, "*bf16")
+    types = dict.fromkeys(COUNTS, "i32") | {"eps": "fp32", "slots_ptr": "*i32"} | dict.fromkeys(STORED, "*bf16")
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name.endswith("_ptr")}
     source = ASTSource(kernel, signature, constants, aligned)
@@ -81,9 +89,42 @@ def test_a_token_is_loaded_once_and_stored_once(kind: str, n: int, width: int, b
     assert "atomic" not in kernel.asm["ttir"]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("kind", "n", "width"), INVERTED)
+def test_inverting_reads_the_output_in_place_of_the_input_and_adds_one_store(kind, n, width, exact) -> None:
+    """Exact rows are loaded once as well, under a branch that a token without any does not take."""
+    kernel, how = compiled(kind, n, width, backward=True, invert=True, exact=exact)
+    assert how.constants["HELD"]
+    blocks = -(-width // how.constants["BLOCK_C"])
+    read = {"streams_ptr", "update_ptr", "d_pooled_ptr", "d_mixed_ptr"} | ({"values_ptr"} if exact else set())
+    made = {"d_streams_ptr", "d_update_ptr", "rebuilt_ptr"}
+    assert of_streams(accesses(kernel.asm["ttir"], "load")) == {(name, 1): blocks for name in read}
+    assert of_streams(accesses(kernel.asm["ttir"], "store")) == {(name, 1): blocks for name in made}
+    assert "atomic" not in kernel.asm["ttir"]
+
+
+@pytest.mark.parametrize(("kind", "n", "width"), [x for x in INVERTED if x[1] == 4])
+def test_inverting_keeps_the_pipeline_and_its_shared_memory(kind, n, width) -> None:
+    """A token's loads still run ahead of it, asynchronously, and need no room for exact rows."""
+    plain, inverting = (
+        compiled(kind, n, width, backward=True, invert=invert, exact=invert)[0] for invert in (False, True)
+    )
+    loads = [len(re.findall(r"cp\.async\.c[ag]", kernel.asm["ptx"])) for kernel in (plain, inverting)]
+    assert loads[1] >= loads[0] > 0
+    assert inverting.metadata.shared <= plain.metadata.shared + 256  # the slots
+
+
 def test_tiles_that_do_not_fit_are_loaded_again_and_the_count_sees_it() -> None:
     kernel, how = compiled("competitive", 16, 4096, backward=True)
     assert not how.constants["HELD"]
     again = of_streams(accesses(kernel.asm["ttir"], "load"))
     assert again["streams_ptr", 2] == 3 and again["d_mixed_ptr", 2] == 2
     assert "atomic" not in kernel.asm["ttir"]
+
+
+def test_rebuilt_tiles_that_do_not_fit_are_loaded_from_where_they_are_stored() -> None:
+    kernel, how = compiled("competitive", 16, 4096, backward=True, invert=True, exact=True)
+    assert not how.constants["HELD"]
+    loads, stores = (of_streams(accesses(kernel.asm["ttir"], what)) for what in ("load", "store"))
+    assert loads["streams_ptr", 2] == loads["values_ptr", 2] == stores["rebuilt_ptr", 2] == 1
+    assert loads["rebuilt_ptr", 2] == 3

@@ -10,6 +10,8 @@ What is allowed for one value y of a result:
   absolute error on as a relative one. Measured: up to 21 here, up to 40 in torch's own float32 over 2,000 tokens.
 - k = 512 for the gradients of streams and update, which pass two softmaxes and three norms, each the difference of
   larger terms. Measured: up to 28 here, up to 226 in torch's own float32 over 2,000 tokens. Every mutant: above 2,000.
+- a stream that is rebuilt from what a layer made of it has the rounding of that, |s'| unit, times 1 / (1 - beta), so
+  k = 128 times 1 / (1 - beta) for it.
 - the gradient of a weight is one sum over all tokens, so its own largest value counts; and no scale is below 1, the
   size of the inputs and of the upstream gradients, since a gradient may vanish.
 """
@@ -121,7 +123,9 @@ def with_gradients(function, inputs, upstream=None, which=None):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(leaves)
     upstream = (
-        upstream_of(outputs) if upstream is None else [x.to(y.dtype) for x, y in zip(upstream, outputs, strict=True)]
+        upstream_of(outputs)
+        if upstream is None
+        else [x if x is None else x.to(y.dtype) for x, y in zip(upstream, outputs, strict=True)]
     )
     chosen = range(len(outputs)) if which is None else which
     grads = torch.autograd.grad(
@@ -138,8 +142,10 @@ def names(kind: str) -> list[str]:
     return [*OUTPUTS.get(kind, ("mixed", "pooled", "beta")), *(f"d_{INPUTS[i]}" for i in used(kind))]
 
 
-def excess(name: str, found, true, floor: float = 1.0) -> float:
-    """The largest error of a result, in units of what is allowed; infinite for another shape or where not finite."""
+def excess(name: str, found, true, floor: float = 1.0, spare: float = 0.0) -> float:
+    """The largest error of a result, in units of what is allowed; infinite for another shape or where not finite.
+
+    `spare` of the largest value is allowed besides."""
     if found.shape != true.shape:
         return float("inf")
     if found.numel() == 0:
@@ -153,9 +159,8 @@ def excess(name: str, found, true, floor: float = 1.0) -> float:
     else:
         keep = 2 if name in ("mixed", "d_streams") else 1
         scale = true.abs().amax(tuple(range(-keep, 0)), keepdim=True)
-    allowed = unit * true.abs().clamp_min(torch.finfo(dtype).tiny) + K.get(name, 128) * 2.0**-24 * scale.clamp_min(
-        floor
-    )
+    share = K.get(name, 128) * 2.0**-24 + spare
+    allowed = unit * true.abs().clamp_min(torch.finfo(dtype).tiny) + share * scale.clamp_min(floor)
     worst = ((found - true).abs() / allowed).max().item()
     return worst if worst == worst else float("inf")
 
@@ -180,6 +185,63 @@ def check(kind: str, inputs, **how) -> None:
     assert max(found.values()) <= 1, found
 
 
+def keep_rows(streams, beta, above: float | None) -> mgr.ExactRows | None:
+    """The rows of [.., n, C] whose gate is above a number, last ones first; None for no rows given at all."""
+    if above is None:
+        return None
+    chosen = beta > above
+    slots = torch.full(beta.shape, -1, dtype=torch.int32, device=beta.device)
+    slots[chosen] = torch.arange(int(chosen.sum()), dtype=torch.int32, device=beta.device).flip(0)
+    return mgr.ExactRows(slots, streams[chosen].flip(0))
+
+
+def invert(gate: str, inputs, *, above: float | None = 0.5, which=None, backend="triton", **how):
+    """A layer that keeps only the rows with gates above a number: ((mixed, beta), upstream, streams and gradients)."""
+    how.setdefault("normalize", False)
+    with torch.no_grad():
+        mixed, pooled, beta, kept = mgr.mix_and_pool_forward(*inputs, gate=gate, backend=backend, **how)
+    upstream = upstream_of((mixed, pooled, beta))
+    upstream = [x if which is None or i in which else None for i, x in enumerate(upstream)]
+    exact = keep_rows(inputs[0], beta, above)
+    known = (mixed, exact, *inputs[1:], beta, kept, *upstream)
+    return (mixed, beta), upstream, mgr.mix_and_pool_backward(*known, gate=gate, backend=backend, **how)
+
+
+def rebuilding_error(streams, true, made, above) -> float:
+    """Of rebuilt streams in units of what is allowed; infinite where an exact row is not bit-equal to the true one."""
+    mixed, beta = made
+    if not torch.equal(streams[beta > above], true[beta > above]):
+        return float("inf")
+    wide = [x.detach().double() for x in (streams, true, mixed)]
+    unit = torch.finfo(streams.dtype).eps / 2
+    unit *= 2 if streams.dtype == torch.bfloat16 and interpreted() else 1
+    left = 1 / (1 - beta.double()).unsqueeze(-1)
+    allowed = unit * (wide[1].abs() + left * wide[2].abs()) + 128 * 2.0**-24 * left * wide[1].abs().amax(
+        (-1, -2), keepdim=True
+    )
+    worst = ((wide[0] - wide[1]).abs() / allowed)[beta <= above]
+    return worst.max().item() if worst.numel() else 0.0
+
+
+def inverting_errors(
+    gate: str, inputs, *, above=0.5, which=None, backend="triton", spare=0.0, **how
+) -> dict[str, float]:
+    """Errors of the rebuilt streams, and of the gradients beside those of the float64 layer at the true streams."""
+    made, upstream, (streams, *grads) = invert(gate, inputs, above=above, which=which, backend=backend, **how)
+    wide = [x.double() for x in inputs]
+    _, true = with_gradients(
+        lambda x: run(gate, x, backend="reference", **how),
+        wide,
+        [None if x is None else x.double() for x in upstream],
+        which,
+    )
+    assert [g.dtype for g in grads] == [made[0].dtype, *(x.dtype for x in inputs[1:])]
+    found = {
+        f"d_{name}": excess(f"d_{name}", x, y, spare=spare) for name, x, y in zip(INPUTS, grads, true, strict=True)
+    }
+    return {"streams": rebuilding_error(streams, inputs[0], made, float("inf") if above is None else above), **found}
+
+
 @pytest.fixture
 def fused(device):
     """The helpers above for one device."""
@@ -192,6 +254,7 @@ def fused(device):
     return SimpleNamespace(
         run=run, draw=place, check=check, errors=errors, excess=excess, names=names, device=device,
         with_gradients=with_gradients, upstream_of=upstream_of, interpreted=interpreted(),
+        invert=invert, inverting_errors=inverting_errors, rebuilding_error=rebuilding_error, keep_rows=keep_rows,
     )  # fmt: skip
 
 

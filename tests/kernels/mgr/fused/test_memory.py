@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from depthlab.kernels import mgr
+
 KINDS = ("independent", "competitive", "append", "read")
 GUARD = 64
 CANARY = -12345.0
@@ -23,7 +25,7 @@ class Guarded:
         numel = torch.Size(shape).numel()
         buffer = torch.full([numel + 2 * GUARD], CANARY, dtype=dtype, device=device)
         inside = buffer[GUARD : GUARD + numel]
-        inside.fill_(torch.nan)
+        inside.fill_(torch.nan if dtype.is_floating_point else -1)
         self.buffers.append(buffer)
         return inside.view(shape)
 
@@ -159,3 +161,62 @@ def test_no_tokens_give_no_tokens_and_zero_weight_gradients(fused, kind):
     assert all(x.shape[0] == 0 for x in outputs)
     grads = torch.autograd.grad(sum(x.sum() for x in outputs), leaves)
     assert all(torch.equal(g, torch.zeros_like(x)) for g, x in zip(grads, leaves, strict=True))
+
+
+# ---- the backward that rebuilds its input: `known` is what it gets
+
+
+GATES = ("independent", "competitive")
+
+
+@pytest.fixture(params=GATES)
+def gate(request) -> str:
+    return request.param
+
+
+def known_to_backward(fused, gate, tokens, n, width, dtype=torch.float32):
+    """(mixed, slots, values, update, w_gate, bias, w_pool, beta, kept, d_mixed, d_pooled, d_beta), some rows exact."""
+    inputs = fused.draw(gate, tokens, n, width, dtype)
+    mixed, pooled, beta, kept = mgr.mix_and_pool_forward(*inputs, gate=gate, normalize=True, backend="triton")
+    exact = fused.keep_rows(inputs[0], beta, 0.5)
+    return [mixed, *exact, *inputs[1:], beta, kept, *fused.upstream_of((mixed, pooled, beta))]
+
+
+def invert_from(gate, known):
+    mixed, slots, values, *rest = known
+    how = {"gate": gate, "normalize": True, "backend": "triton"}
+    return mgr.mix_and_pool_backward(mixed, mgr.ExactRows(slots, values), *rest, **how)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(
+    ("n", "width", "dtype"), [(3, 33, torch.float32), (5, 100, torch.float16), (1, 1, torch.float32)]
+)
+def test_all_that_inverting_returns_was_written_and_nothing_else(fused, gate, force, guarded, n, width, dtype, held):
+    force(HELD=held, BLOCK_C=32, HELD_WEIGHTS=held)
+    found = invert_from(gate, known_to_backward(fused, gate, 5, n, width, dtype))
+    assert len(guarded.buffers) >= 7
+    assert all(bool(torch.isfinite(x).all()) for x in found)
+    assert guarded.intact()
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(("n", "width"), [(3, 33), (1, 1)])
+def test_inverting_reads_nothing_past_an_end_and_writes_no_input(fused, gate, force, n, width, held):
+    force(HELD=held, BLOCK_C=32, HELD_WEIGHTS=held)
+    guards, known = Guarded(), known_to_backward(fused, gate, 3, n, width)
+    around = [guards.around(x) if x.is_floating_point() else torch.cat([x[:0], x]) for x in known]
+    before = [x.clone() for x in around]
+    assert all(torch.equal(x, y) for x, y in zip(invert_from(gate, known), invert_from(gate, around), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(before, around, strict=True))
+
+
+def test_inverting_takes_strided_inputs_and_shares_no_memory(fused, gate):
+    known = known_to_backward(fused, gate, 3, 3, 16)
+    found = invert_from(gate, known)
+    strided = invert_from(gate, [x.repeat_interleave(2, -1)[..., ::2] for x in known])
+    assert all(torch.equal(x, y) for x, y in zip(found, strided, strict=True))
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*known, *found])
+    weights = {x.data_ptr() for x in found[3:]}  # those of the weights are views of one sum
+    apart = [span for span in spans if span[0] not in weights]
+    assert all(end <= start for (_, end), (start, _) in zip(apart, apart[1:], strict=False))

@@ -78,6 +78,26 @@ MUTANTS = {
 }  # fmt: skip
 
 
+# The backward that rebuilds its input. name: (what stands there, what the mutant says, dtype, constants)
+HALF, FULL = torch.float16, torch.float32
+INVERTING = {
+    "(18) towards the update": ("m + odds[:, None]", "m - odds[:, None]", FULL, {}),
+    "(18) without 1 / (1 - beta)": ("beta / tl.where(beta < 1.0, 1.0 - beta, 1.0), 0.0", "beta, 0.0", FULL, {}),
+    "(18) without the gate": ("m + odds[:, None] *", "m + 0.0 * odds[:, None] *", FULL, {}),
+    "(18) without the update": ("(m - f[None, :])", "m", FULL, {}),
+    "the mixed streams taken for the streams": ("unmix(m, f, odds).to", "m.to", FULL, {}),
+    "the mixed streams where tiles are loaded": ("            s_ptr = r_ptr\n", "", FULL, LOADED),
+    "a slot off by one": ("slots.to(tl.int64)[:, None] * C", "(slots.to(tl.int64)[:, None] - 1) * C", FULL, {}),
+    "another stream's slot": ("tl.load(ptr + rows, mask=rows < N, other=-1)", "tl.load(ptr + (N - 1 - rows), mask=rows < N, other=-1)", FULL, {}),
+    "another token's slots": ("slots_ptr + at * N", "slots_ptr", FULL, {}),
+    "exact rows ignored": ("    if EXACT:\n        s = put", "    if False:\n        s = put", FULL, {}),
+    "the first exact row only": ("if tl.max(slots, 0) >= 0", "if tl.max(slots, 0) == 0", FULL, {}),
+    "streams used before they are rounded": (".to(s_ptr.dtype.element_ty).to(tl.float32)", "", HALF, {}),
+    "streams not stored": ("    store_tile(s_ptr, s, rows, cols, N, C)\n    return s", "    return s", FULL, {}),
+    "streams stored for a first token": ("rebuilt_ptr + at * N * C", "rebuilt_ptr", FULL, {}),
+}  # fmt: skip
+
+
 SETTINGS = [(kind, how) for kind, _, _, how in MUTANTS.values()]
 SETTINGS = [x for i, x in enumerate(SETTINGS) if x not in SETTINGS[:i]]
 
@@ -120,6 +140,31 @@ def test_a_mutant_fails(fused, copied, name):
     kind, old, new, how = MUTANTS[name]
     copied(old, new, **{k: v for k, v in how.items() if k.isupper()})
     assert worst(fused, kind, how) > 4  # so 2,000 float32 roundoffs and more
+
+
+def worst_inverting(fused, truth, dtype) -> float:
+    """Of streams beside the true ones, and of gradients beside numpy's at the streams that came back."""
+    inputs = fused.draw("independent", 4, 3, 40, (dtype, dtype, torch.float32))
+    made, upstream, (streams, *grads) = fused.invert("independent", inputs, normalize=True)
+    arrays = [x.double().cpu().numpy() for x in (streams, *inputs)]
+    expected = truth.layer_at(*arrays, "independent", True, 1e-6, [x.double().cpu().numpy() for x in upstream])
+    pairs = zip(fused.names("independent")[3:], grads, expected, strict=True)
+    found = [fused.excess(name, x, torch.from_numpy(y)) for name, x, y in pairs]
+    return max(fused.rebuilding_error(streams, inputs[0], made, 0.5), *found)
+
+
+@pytest.mark.parametrize("constants", [{}, LOADED])
+@pytest.mark.parametrize("dtype", [FULL, HALF])
+def test_an_unchanged_copy_inverts(fused, truth, copied, dtype, constants):
+    copied(**constants)
+    assert worst_inverting(fused, truth, dtype) <= 1
+
+
+@pytest.mark.parametrize("name", INVERTING)
+def test_a_mutant_of_inverting_fails(fused, truth, copied, name):
+    old, new, dtype, constants = INVERTING[name]
+    copied(old, new, **constants)
+    assert worst_inverting(fused, truth, dtype) > 4
 
 
 def test_pooling_the_rounded_streams_is_told_apart_in_half_precision(fused, copied):
