@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthlab.kernels import mgr
 from depthlab.kernels.mgr import function
-from depthlab.residuals import SCHEMES, Residual, build, parameter_groups
+from depthlab.residuals import SCHEMES, Recompute, Residual, build, parameter_groups
 
 WIDTH, LAYERS = 8, 6
 WITH_PARAMETERS = [s for s in SCHEMES if s != "prenorm"]
@@ -452,7 +452,8 @@ BUILD = {
     ),
     "triton for hc": (ValueError, ("hc", 8, 6), {"backend": "triton"}, "scheme='hc' has no Triton kernels"),
     "a backend": (ValueError, ("prenorm", 8, 6), {"backend": "cpu"}, "backend='cpu' is unknown"),
-    "recompute": (ValueError, ("mgr-independent", 8, 6), {"recompute": True}, "recompute=True is not available"),
+    "recompute": (TypeError, ("mgr-independent", 8, 6), {"recompute": True}, "recompute must be a depthlab.residuals."),
+    "recompute for hc": (ValueError, ("hc", 8, 6), {"recompute": Recompute()}, "'hc' keeps no streams to rebuild"),
 }
 
 

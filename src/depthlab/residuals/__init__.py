@@ -14,6 +14,8 @@ from depthlab.residuals.attention import AttnRes, BlockAttnRes
 from depthlab.residuals.base import Residual, State
 from depthlab.residuals.hyper import HyperConnections, MHCLite
 from depthlab.residuals.mgr import MultiGateResidual
+from depthlab.residuals.rebuilt import RebuiltStreams, rebuild
+from depthlab.residuals.recompute import LayerKept, Recompute, RecomputeReport
 
 SCHEMES = ("prenorm", "hc", "mhc-lite", "attnres", "attnres-block", "mgr-independent", "mgr-competitive")
 
@@ -22,13 +24,18 @@ __all__ = [
     "AttnRes",
     "BlockAttnRes",
     "HyperConnections",
+    "LayerKept",
     "MHCLite",
     "MultiGateResidual",
     "PreNorm",
+    "RebuiltStreams",
+    "Recompute",
+    "RecomputeReport",
     "Residual",
     "State",
     "build",
     "parameter_groups",
+    "rebuild",
 ]
 
 
@@ -40,7 +47,7 @@ def build(
     n_streams: int = 4,
     normalize: bool = True,
     backend: str = "auto",
-    recompute: None = None,
+    recompute: Recompute | None = None,
 ) -> Residual:
     """Make a residual scheme for `n_sublayers` sublayers (attention and MLP count one each) of width `d_model`.
 
@@ -51,14 +58,15 @@ def build(
             False: the raw read (theory, tests).
         backend: of mgr's kernels: "auto" (Triton on GPUs that can run it), "torch", or "triton", which raises where it
             cannot run and for the schemes that have no kernels.
-        recompute: None; recomputing streams instead of storing them does not exist yet.
+        recompute: of mgr: what to keep of the streams where the backward rebuilds the others; None stores them all.
 
     Returns:
         The scheme, float32, at its start values. Building draws no random numbers.
 
     Raises:
-        ValueError: an unknown scheme or backend, a count out of range, mgr without a mixing layer, or a `recompute`.
-        TypeError: a count that is no integer, or a `normalize` that is no bool.
+        ValueError: an unknown scheme or backend, a count out of range, mgr without a mixing layer, or a
+            `recompute` with another scheme.
+        TypeError: a count that is no integer, a `normalize` that is no bool, or a `recompute` that is no Recompute.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}.")
@@ -76,8 +84,10 @@ def build(
         resolve_backend(backend)
     elif backend == "triton":
         raise ValueError(f"scheme={scheme!r} has no Triton kernels; use backend='auto' or 'torch'.")
-    if recompute is not None:
-        raise ValueError(f"recompute={recompute!r} is not available in this version; use recompute=None.")
+    if recompute is not None and not isinstance(recompute, Recompute):
+        raise TypeError(f"recompute must be a depthlab.residuals.Recompute or None, got {type(recompute).__name__}.")
+    if recompute is not None and not scheme.startswith("mgr"):
+        raise ValueError(f"scheme={scheme!r} keeps no streams to rebuild; use recompute=None, or an mgr scheme.")
     how: dict[str, Any] = {"normalize": normalize}
     match scheme:
         case "prenorm":
@@ -91,7 +101,8 @@ def build(
         case "attnres-block":
             return BlockAttnRes(d_model, n_sublayers, **how)
     gate = scheme.removeprefix("mgr-")
-    return MultiGateResidual(d_model, n_sublayers, gate=gate, n_streams=n_streams, backend=backend, **how)
+    how |= {"n_streams": n_streams, "backend": backend, "recompute": recompute}
+    return MultiGateResidual(d_model, n_sublayers, gate=gate, **how)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -28,11 +28,13 @@ class State(NamedTuple):
     layer: the first sublayer that may still be stepped.
     streams: one tensor [.., m, C], or a tuple of m tensors [.., C] where a scheme keeps them apart.
     extra: what a scheme keeps beside its streams.
+    trail: how the streams were made, for a backward pass that rebuilds them; no step's result depends on it.
     """
 
     layer: int
     streams: Tensor | tuple[Tensor, ...]
     extra: tuple = ()
+    trail: Any = None
 
     def stacked(self) -> Tensor:
         """The streams as one tensor [.., m, C]."""

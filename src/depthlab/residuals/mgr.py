@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from depthlab.kernels.mgr import append_and_pool, attn_pool, mix_and_pool
 from depthlab.kernels.mgr.reference import gate_values, pool_weights, wide
 from depthlab.residuals.base import Float32, Residual, State
+from depthlab.residuals.rebuilding import MixingLayer, can_rebuild, mix
+from depthlab.residuals.recompute import LayerKept, Recompute, RecomputeReport
 from depthlab.theory import gate_bias, smallest_valid_depth
 
 
@@ -38,6 +40,12 @@ class MultiGateResidual(Residual):
     The state holds streams [.., k, C], k = 1 .. n, and which of the n slots each one fills: x_0 slot 0, sublayer l
     slot l + 1. A pruned accumulation layer leaves its slot empty; the other streams keep their own biases.
 
+    With `recompute` the backward pass rebuilds streams instead of finding them stored, wherever autograd is on; gates,
+    reads and states are the same, bit by bit. It has first derivatives only (create_graph=True raises RuntimeError),
+    changing an update in place after its step raises one too, and under torch.compile each mixing step breaks the
+    graph. torch.utils.checkpoint belongs around sublayers: around steps it holds the streams itself. Export, function
+    transforms and dispatch modes take the ordinary way.
+
     Source: arXiv 2605.23259; the equations in code: `depthlab.kernels.mgr.reference`.
     """
 
@@ -50,9 +58,12 @@ class MultiGateResidual(Residual):
         n_streams: int = 4,
         normalize: bool = True,
         backend: str = "auto",
+        recompute: Recompute | None = None,
     ) -> None:
         super().__init__(d_model, n_sublayers, normalize=normalize)
         self.gate, self.n_streams, self.backend = gate, n_streams, backend
+        self.recompute = recompute
+        self._kept: dict[int, LayerKept] = {}  # of the last forward pass that keeps streams for a backward
         self.first_mixing = n_streams - 1
         needed = self.first_mixing + smallest_valid_depth(gate, n_streams)
         if n_sublayers < needed:
@@ -86,7 +97,13 @@ class MultiGateResidual(Residual):
         beta = gate_values(state.streams, own.w_gate, self._bias(layer, state), gate=self.gate, eps=self.eps)
         return torch.diag_embed(1 - beta), beta
 
+    def recompute_report(self) -> RecomputeReport:
+        """What the last forward pass kept for its backward; no layer where none did."""
+        return RecomputeReport(tuple(self._kept[layer] for layer in sorted(self._kept)))
+
     def _open(self, x: Tensor) -> State:
+        if self.recompute is not None and torch.is_grad_enabled():
+            self._kept = {}
         return State(0, x.unsqueeze(-2), (0,))
 
     def _fits(self, state: State) -> bool:
@@ -101,9 +118,13 @@ class MultiGateResidual(Residual):
             streams, h = append_and_pool(state.streams, update, query, **how)
             return h, State(layer + 1, streams, (*state.extra, layer + 1))
         own = self.residual_layers[layer]
-        streams, h, _ = mix_and_pool(
-            state.streams, update, own.w_gate, self._bias(layer, state), query, gate=self.gate, **how
-        )
+        tensors = (state.streams, update, own.w_gate, self._bias(layer, state), query)
+        if self.recompute is not None and can_rebuild(*tensors):
+            new = MixingLayer(layer, self.recompute, {"gate": self.gate, **how})
+            streams, h, trail, entries = mix(new, tensors, state.trail)
+            self._kept.update((entry.layer, entry) for entry in entries)
+            return h, State(layer + 1, streams, state.extra, trail)
+        streams, h, _ = mix_and_pool(*tensors, gate=self.gate, **how)
         return h, State(layer + 1, streams, state.extra)
 
     def _read(self, layer: int, state: State) -> Tensor:
