@@ -183,6 +183,8 @@ def _check_like(name: str, x: Tensor, like: Tensor) -> None:
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {list(x.shape)}; it needs {list(shape)}.")
     if x.device != beside.device:
