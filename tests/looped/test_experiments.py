@@ -40,13 +40,14 @@ def test_the_gpu_record_has_both_at_two_loop_counts_from_three_seeds_a_sweep_and
         sweep = [s for s in settings(experiments.looped_rates()) if s["variant"] == variant]
         assert {0.25, 0.5, 2.0} <= {s["rate"] for s in sweep} and {s["n_loops"] for s in sweep} == {12}
     assert experiments.looped_rates().config == config
-    assert sum(s.get("tied") is False for s in cells) == sum("backprop_loops" in s for s in cells) == 3
-    names = [experiments.variant({**config, **s, "searched": False}) for s in cells]
+    controls = settings(experiments.looped_controls())
+    assert sum(s.get("tied") is False for s in controls) == sum("backprop_loops" in s for s in controls) == 3
+    names = [experiments.variant({**config, **s, "searched": False}) for s in [*cells, *controls]]
     assert "lt/K=12/rate=1/untied" in names and "lt/K=12/rate=1/backprop=3" in names
-    assert len({(name, s["seed"]) for name, s in zip(names, cells, strict=True)}) == len(cells)
+    assert len({(name, s["seed"]) for name, s in zip(names, [*cells, *controls], strict=True)}) == len(names)
 
 
-ALL = ("looped_instability", "looped_rates", "looped_variants", "looped_toy", "looped_toy_search")
+ALL = ("looped_instability", "looped_rates", "looped_controls", "looped_variants", "looped_toy", "looped_toy_search")
 
 
 @pytest.mark.parametrize("name", ALL)

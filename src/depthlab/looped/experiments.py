@@ -1,7 +1,7 @@
 """The recorded runs of looped transformers: where the plain one breaks, and what does not.
 
-`depthlab runs make looped-instability`, `looped-rates`, `looped-variants` (GPU); `looped-toy`, `looped-toy-search`
-(CPU).
+`depthlab runs make looped-instability`, `looped-rates`, `looped-controls`, `looped-variants` (GPU); `looped-toy`,
+`looped-toy-search` (CPU).
 """
 
 import math
@@ -54,17 +54,22 @@ _SHAPE = ("n_layers", "n_loops", "d_model", "n_heads", "seq_len", "tied", "backp
 
 
 def looped_instability() -> Experiment:
-    """LT and FLT at 12 and 6 loops; LT untied and truncated."""
-    main = grid(variant=["lt", "flt"], n_loops=[12, 6], rate=[1.0], seed=SEEDS)
-    untied = grid(variant=["lt"], n_loops=[12], rate=[1.0], tied=[False], seed=SEEDS)
-    truncated = grid(variant=["lt"], n_loops=[12], rate=[1.0], backprop_loops=[3], seed=SEEDS)
-    return Experiment("looped-instability", (*CLAIMS, "FLT-12"), _GPU, [*main, *untied, *truncated], run_cell)
+    """LT and FLT at 12 and 6 loops."""
+    cells = grid(variant=["lt", "flt"], n_loops=[12, 6], rate=[1.0], seed=SEEDS)
+    return Experiment("looped-instability", CLAIMS, _GPU, cells, run_cell)
 
 
 def looped_rates() -> Experiment:
     """LT and FLT at 12 loops and other rates, one seed: is LT's collapse a badly chosen rate?"""
-    cells = grid(variant=["lt", "flt"], n_loops=[12], rate=[0.125, 0.25, 0.5, 2.0], seed=[0])
+    cells = grid(n_loops=[12], rate=[0.25, 0.5, 2.0], variant=["lt", "flt"], seed=[0])
     return Experiment("looped-rates", ("FLT-3", "FLT-6"), _GPU, cells, run_cell)
+
+
+def looped_controls() -> Experiment:
+    """LT at 12 loops with untied blocks, and with gradients through its last loops alone."""
+    untied = grid(variant=["lt"], n_loops=[12], rate=[1.0], tied=[False], seed=SEEDS)
+    truncated = grid(variant=["lt"], n_loops=[12], rate=[1.0], backprop_loops=[3], seed=SEEDS)
+    return Experiment("looped-controls", ("FLT-3", "FLT-12"), _GPU, [*untied, *truncated], run_cell)
 
 
 def looped_variants() -> Experiment:
