@@ -21,6 +21,9 @@ from depthlab.kernels.mgr import check_tensor, rms_normalize
 from depthlab.kernels.mgr.reference import pool, wide
 from depthlab.theory import carry
 
+# Asked once: torch.compile up to 2.11 cannot trace the question and would break every step into pieces.
+_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
+
 
 class State(NamedTuple):
     """What is carried between sublayers; a scheme returns a new one, it never changes one.
@@ -234,5 +237,4 @@ class Residual(Float32):
 
 def _full_precision(device: torch.device) -> AbstractContextManager:
     """Switch autocast off, where the device has it, so that products stay in float32."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+    return torch.autocast(device.type, enabled=False) if device.type in _AUTOCAST else nullcontext()
