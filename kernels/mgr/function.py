@@ -5,6 +5,8 @@ allowed, what to do. `reference.py` computes in plain torch, `ops.py` launches t
 """
 
 import math
+from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from numbers import Real
 from typing import Literal
@@ -69,9 +71,22 @@ def _device_problem(kind: str, index: int | None) -> str:
         old = (gpu.major, gpu.minor) < TRITON_CAPABILITY
         return needed.format(gpu.major, gpu.minor, *TRITON_CAPABILITY) if old else ""
     if kind == "cpu" and ops.INTERPRETED:
-        return ""
+        return _interpreter_problem()
     where = "there is no CUDA GPU here" if not torch.cuda.is_available() else f"the streams are on {kind}"
     return f"{where} (TRITON_INTERPRET=1, set before Python starts, interprets the kernels on the CPU, slowly)"
+
+
+@lru_cache
+def _interpreter_problem() -> str:
+    """A loop's bounds are arrays of one element there; numpy 2.5 makes no number of one, Triton 3.7 asks it no more."""
+    numpy, triton = version("numpy"), version("triton")
+    if _major_minor(numpy) < (2, 5) or _major_minor(triton) >= (3, 7):
+        return ""
+    return f"Triton {triton} cannot interpret kernels with numpy {numpy} (install numpy below 2.5)"
+
+
+def _major_minor(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
 
 
 def _is_transformed(x: Tensor) -> bool:

@@ -134,7 +134,22 @@ def test_in_the_interpreter_only_triton_is_triton():
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
+    if function._interpreter_problem():
+        assert f"backend='triton' cannot run: {function._interpreter_problem()}" in done.stderr
+        pytest.skip(function._interpreter_problem())
     assert done.stdout.splitlines() == ["auto torch 0", "torch torch 0", "triton triton 1"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("numpy", "triton", "runs"),
+    [("2.5.2", "3.6.0", False), ("2.4.6", "3.6.0", True), ("2.5.2", "3.7.0", True), ("1.26.4", "3.10.1", True)],
+)
+def test_an_interpreter_that_cannot_run_with_its_numpy_is_refused_with_both_versions(monkeypatch, numpy, triton, runs):
+    monkeypatch.setattr(function, "version", {"numpy": numpy, "triton": triton}.get)
+    function._interpreter_problem.cache_clear()
+    problem = function._interpreter_problem()
+    function._interpreter_problem.cache_clear()
+    assert (problem == "") == runs and (runs or (numpy in problem and triton in problem))
 
 
 def test_importing_the_functions_imports_no_kernel():
