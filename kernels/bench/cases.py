@@ -17,7 +17,9 @@ Step = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """`op` ("mix" | "append" | "pool") on `tokens` tokens of `n_streams` streams, C = width. `gate` is for "mix" only.
+    """`op` ("mix" | "mix-inverting" | "append" | "pool") on `tokens` tokens of `n_streams` streams, C = width.
+
+    `gate` is for the two that mix; "mix-inverting" rebuilds its streams in the backward (`inverting.py`).
 
     The read is always normalised, as the models use it; weights are float32, as the models store them.
     """
@@ -90,7 +92,7 @@ def public_step(case: Case, backend: str) -> Step:
 
 def reference_step(case: Case) -> Step:
     """The reference of `case`, without checks or dispatch."""
-    if case.op == "mix":
+    if case.gate:
         return lambda *x: reference.mix_and_pool(*x, gate=case.gate, normalize=True, eps=EPS)
     if case.op == "append":
         return lambda *x: reference.append_and_pool(*x, normalize=True, eps=EPS)
@@ -104,6 +106,14 @@ WIDTHS = (768, 1024, 1280, 2048, 4096)
 COMPARED = ((4096, 4, 1024), (32768, 4, 768), (32768, 4, 1024), (32768, 8, 1024), (32768, 4, 2048), (131072, 4, 1024))
 PEERED = ((32768, 4, 1024), (32768, 8, 1024), (32768, 4, 2048))
 QUICK = ((4096, 4, 1024), (32768, 4, 1024), (32768, 8, 1024))
+
+
+def inverting_table() -> list[tuple[Case, list[str]]]:
+    """Mixing with its streams kept beside mixing that rebuilds them, at the widths of models."""
+    shapes = [(32768, n, c) for n in STREAMS for c in WIDTHS[:3]]
+    return [
+        (Case(op, "bf16", *shape, "competitive"), ["triton"]) for shape in shapes for op in ("mix", "mix-inverting")
+    ]
 
 
 def table() -> list[tuple[Case, list[str]]]:

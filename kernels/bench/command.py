@@ -9,11 +9,11 @@ from depthlab.kernels.bench import gate, mgr, needs, profiling, suite
 from depthlab.kernels.bench.gate import GateFailed
 from depthlab.runs import Experiment, RunError, make
 
-PARTS = ("tests", "bench", "profile")
+PARTS = ("tests", "bench", "inverting", "profile")
 
 
 def run(parts: str, quick: bool, only: str, work_dir: Path, out_dir: Path) -> int:
-    """Run "tests", "bench" and "profile" (comma-separated) in this order and write a record each; the exit code.
+    """Run some of PARTS (comma-separated) in their order and write a record each; the exit code.
 
     0: all records are written. 1: the kernels are wrong here (one sentence on stderr; no row is timed).
 
@@ -34,7 +34,7 @@ def experiment(part: str, quick: bool = False, only: str = "") -> Experiment:
     """The experiment of one part; `quick` and `only` make the benchmark a trial."""
     if part == "bench":
         return mgr.trial(quick, only) if quick or only else mgr.bench()
-    return suite.tests() if part == "tests" else profiling.profile()
+    return {"tests": suite.tests, "inverting": mgr.inverting, "profile": profiling.profile}[part]()
 
 
 def make_all(todo: list[Experiment], work_dir: Path, out_dir: Path, device: torch.device) -> int:

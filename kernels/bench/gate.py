@@ -6,11 +6,12 @@ to be timed must give the right outputs and the right gradient of every input an
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from depthlab.kernels.bench import cases
+from depthlab.kernels.bench import cases, inverting
 from depthlab.kernels.bench.cases import Case, Step
 from depthlab.kernels.bench.subjects import subject
 
@@ -72,7 +73,23 @@ def require(case: Case, device: torch.device) -> None:
 
 @functools.cache
 def _fused_faults(case: Case, device: torch.device) -> tuple[str, ...]:
+    if case.op == "mix-inverting":
+        ordinary = [replace(case, op="mix", dtype=dtype) for dtype in dict.fromkeys((case.dtype, "fp32"))]
+        return (*(x for each in ordinary for x in _fused_faults(each, device)), *inverting_faults(case, device))
     return tuple(faults(subject(case, "triton").step, case, device))
+
+
+def inverting_faults(case: Case, device: torch.device, seed: int = 0) -> list[str]:
+    """What is wrong with the backward that rebuilds its streams, without and with exact rows: a sentence each.
+
+    The tolerance of `faults`, beside what `inverting.compared` says is right; a second run must be bit-equal.
+    """
+    found = []
+    for above in (None, 0.5):
+        (got, right), (again, _) = (inverting.compared(case, device, above, seed) for _ in range(2))
+        found += [difference(*each) for each in zip(inverting.NAMES, got, right, strict=True)]
+        found += [_unlike(*each, "differs from run to run") for each in zip(inverting.NAMES, got, again, strict=True)]
+    return [f"{case.name}: {fault}." for fault in found if fault]
 
 
 def difference(name: str, got: Tensor, true: Tensor) -> str | None:

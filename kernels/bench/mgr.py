@@ -1,4 +1,4 @@
-"""The benchmark of the MGR kernels as a record: `depthlab bench mgr`, or `depthlab runs make kernels-mgr-bench`.
+"""The benchmarks of the MGR kernels as records: `depthlab bench mgr`, or `depthlab runs make kernels-mgr-bench`.
 
 Variants are "<case>/<implementation>", for example "mix/competitive/bf16/T=32768,n=4,C=1024/triton", and "machine".
 Seeds are repetitions of the whole timing with fresh inputs. The metrics of a row are those of `measure.measure`; the
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from depthlab.kernels.bench import gate, needs, timing
-from depthlab.kernels.bench.cases import Case, quick_table, table
+from depthlab.kernels.bench.cases import Case, inverting_table, quick_table, table
 from depthlab.kernels.bench.measure import measure, metric_names
 from depthlab.kernels.bench.peers import PEERS, PeerMissing
 from depthlab.kernels.bench.subjects import subject
@@ -30,6 +30,11 @@ def bench() -> Experiment:
     return experiment("kernels-mgr-bench", table())
 
 
+def inverting() -> Experiment:
+    """What a layer costs that rebuilds its streams, beside one that keeps them: the record kernels-mgr-inverting."""
+    return experiment("kernels-mgr-inverting", inverting_table(), claims=("MGR-10",))
+
+
 def trial(quick: bool = False, only: str = "") -> Experiment:
     """A part of the table, for tuning: its record, kernels-mgr-trial, is nobody's evidence.
 
@@ -43,7 +48,13 @@ def trial(quick: bool = False, only: str = "") -> Experiment:
     return experiment("kernels-mgr-trial", rows, repetitions=1 if quick else REPETITIONS)
 
 
-def experiment(record_id: str, rows: Rows, device: str = "cuda", repetitions: int = REPETITIONS) -> Experiment:
+def experiment(
+    record_id: str,
+    rows: Rows,
+    device: str = "cuda",
+    repetitions: int = REPETITIONS,
+    claims: tuple[str, ...] = CLAIMS,
+) -> Experiment:
     """The experiment that times `rows`; device "cpu" exists for tests of this code, its times say nothing."""
     config = {"device": device, "samples": SAMPLES, "normalize": True, "footprint_over_l2": timing.FOOTPRINT_L2}
     cells = []
@@ -51,7 +62,7 @@ def experiment(record_id: str, rows: Rows, device: str = "cuda", repetitions: in
         cells.append(Cell(f"machine,seed={seed}", {"seed": seed}))
         for case, names in rows:
             cells.append(Cell(f"{case.name},seed={seed}", {**asdict(case), "implementations": names, "seed": seed}))
-    return Experiment(record_id, CLAIMS, config, cells, run_cell)
+    return Experiment(record_id, claims, config, cells, run_cell)
 
 
 def rows_of(made: Experiment) -> list[Case]:

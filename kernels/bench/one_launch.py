@@ -9,12 +9,14 @@ nothing else. `--op all` runs every operation and gate, forward and backward: sm
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from depthlab.kernels.bench import inverting
 from depthlab.kernels.bench.cases import DTYPES, Case
 from depthlab.kernels.bench.subjects import IMPLEMENTATIONS, subject
-from depthlab.kernels.bench.traffic import OPS, PASSES
+from depthlab.kernels.bench.traffic import MIXING, OPS, PASSES
 from depthlab.theory import GATES
 
 
@@ -32,18 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args(arguments)
     shape = (given.dtype, given.tokens, given.streams, given.width)
-    if given.op == "all":
-        cases = [Case("mix", *shape, gate) for gate in GATES] + [Case(op, *shape) for op in OPS if op != "mix"]
-    else:
-        cases = [Case(given.op, *shape, given.gate if given.op == "mix" else "")]
-    for case in cases:
-        launch(case, given.implementation, given.which, torch.device(given.device))
+    ops = OPS if given.op == "all" else (given.op,)
+    gates = GATES if given.op == "all" else (given.gate,)
+    for case in [Case(op, *shape, gate) for op in ops for gate in (gates if op in MIXING else ("",))]:
+        how = (given.implementation, given.which, torch.device(given.device))
+        launch(case, *how)
+        if given.op == "all" and case.op == "mix-inverting":  # also with rows whose addresses come from memory
+            launch(case, *how, exact_above=0.5)
         print(f"launched {case.name}/{given.implementation} {given.which}", flush=True)
 
 
-def launch(case: Case, implementation: str, which: str, device: torch.device) -> None:
-    """Warm up, then run the pass once inside the profiler's range."""
+def launch(case: Case, implementation: str, which: str, device: torch.device, exact_above: float | None = None) -> None:
+    """Warm up, then run the pass once inside the profiler's range. exact_above: for `inverting.step`."""
     chosen = subject(case, implementation)
+    if exact_above is not None:
+        backend = "torch" if implementation == "eager" else implementation
+        chosen = replace(chosen, step=inverting.step(case, backend, exact_above))
     generator = torch.Generator(device).manual_seed(0)
     drawn = chosen.inputs(generator)
 

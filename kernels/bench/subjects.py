@@ -3,7 +3,7 @@
 import functools
 from functools import partial
 
-from depthlab.kernels.bench import cases
+from depthlab.kernels.bench import cases, inverting
 from depthlab.kernels.bench.cases import Case, Step, Subject
 from depthlab.kernels.bench.peers import PEERS
 from depthlab.kernels.mgr import reference
@@ -25,10 +25,13 @@ def subject(case: Case, implementation: str) -> Subject:
     if implementation not in OURS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"There is no implementation {implementation!r} to time; use one of {known}.")
+    if case.op == "mix-inverting" and implementation == "compile":
+        raise ValueError("torch.compile has no mixing that rebuilds its streams; time 'eager' or 'triton'.")
+    public_step = inverting.step if case.op == "mix-inverting" else cases.public_step
     step = {
-        "eager": lambda: cases.public_step(case, "torch"),
+        "eager": lambda: public_step(case, "torch"),
         "compile": lambda: _compiled_step(case),
-        "triton": lambda: cases.public_step(case, "triton"),
+        "triton": lambda: public_step(case, "triton"),
     }[implementation]()
     return Subject(partial(cases.inputs, case), step, graded=1 if case.op == "pool" else 2)
 

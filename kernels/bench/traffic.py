@@ -6,7 +6,8 @@ units of C elements a token. Weights, beta and alpha are left out: n or C values
 
 from dataclasses import dataclass
 
-OPS = ("mix", "append", "pool")
+MIXING = ("mix", "mix-inverting")
+OPS = (*MIXING, "append", "pool")
 PASSES = ("forward", "backward", "both")
 
 
@@ -29,7 +30,8 @@ def traffic(op: str, which: str, n_streams: int) -> Traffic:
     """What `op` moves in one pass ("forward", "backward", or "both": one after the other) with n streams going in.
 
     Backward reads the stored inputs again (s, F) and the upstream gradients (G of the streams, g of the read), and
-    writes the gradients of the inputs. The norm of the read costs nothing when it is fused.
+    writes the gradients of the inputs. The norm of the read costs nothing when it is fused. "mix-inverting" reads the
+    streams that it made (s') in place of s, and writes the s that it rebuilds, none of them kept exactly.
 
     Raises ValueError for an op, pass or number of streams that there is not.
     """
@@ -45,6 +47,8 @@ def traffic(op: str, which: str, n_streams: int) -> Traffic:
     table = {
         ("mix", "forward"): Traffic(n + 1, n + 1),  # s, F; s', h
         ("mix", "backward"): Traffic(2 * n + 2, n + 1),  # s, F, G, g; ds, dF
+        ("mix-inverting", "forward"): Traffic(n + 1, n + 1),
+        ("mix-inverting", "backward"): Traffic(2 * n + 2, 2 * n + 1),  # s', F, G, g; s, ds, dF
         ("append", "forward"): Traffic(n + 1, n + 2),  # s, F; s', h
         ("append", "backward"): Traffic(2 * n + 3, n + 1),  # s, F, G (n + 1 streams), g; ds, dF
         ("pool", "forward"): Traffic(n, 1),  # s; h
@@ -68,10 +72,16 @@ def flops(op: str, which: str, tokens: int, n_streams: int, width: int) -> int:
 
     A stage's work a stream element, forward: |s|^2 2 (1), w_g . s 2 (2), the interpolation 3 (4), |s'|^2 and
     w_p . s' 4 (5), the read 2 (7). Backward first does that again, then: g_p . s' 2 (10), D 6 (11), dw_p 2 (12),
-    D . (F - s) 3 (13), dF 2 (15), ds 5 (16), dw_g 2 (17). Work a token alone (C, not n C) is left out.
+    D . (F - s) 3 (13), dF 2 (15), ds 5 (16), dw_g 2 (17); inverting, 3 more (18). Work a token alone (C, not n C) is
+    left out.
     """
     read, mixing = 6, 7  # a stream element: (5) and (7); (1), (2) and (4)
-    forward = {"mix": n_streams * (mixing + read), "append": (n_streams + 1) * read, "pool": n_streams * read}[op]
-    again = {"mix": n_streams * 22, "append": (n_streams + 1) * 10, "pool": n_streams * 10}[op]
+    table = {  # forward, and what backward adds to it
+        "mix": (n_streams * (mixing + read), n_streams * 22),
+        "mix-inverting": (n_streams * (mixing + read), n_streams * 25),
+        "append": ((n_streams + 1) * read, (n_streams + 1) * 10),
+        "pool": (n_streams * read, n_streams * 10),
+    }
+    forward, again = table[op]
     each = {"forward": forward, "backward": forward + again, "both": 2 * forward + again}[which]
     return each * width * tokens

@@ -125,3 +125,14 @@ def test_a_failed_gate_raises_with_its_first_fault(cpu: torch.device, pretend) -
     pretend(lambda case: lambda *x: uniform_gates(*x, gate=case.gate))
     with pytest.raises(gate.GateFailed, match="nothing is timed: mix/competitive/bf16/T=1031,n=3,C=20: "):
         gate.require(Case("mix", "bf16", 16, 3, 20, "competitive"), cpu)
+
+
+def test_inverting_has_to_pass_beside_ordinary_mixing_in_its_dtype_and_in_float32(
+    cpu: torch.device, pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, said = [], "the rebuilt streams are off."
+    pretend(lambda case: made.append(case) or cases.public_step(case, "torch"))
+    monkeypatch.setattr(gate, "inverting_faults", lambda case, device: [f"{case.name}: {said}"])
+    case = Case("mix-inverting", "fp16", gate.TOKENS, 2, 8, "competitive")
+    assert gate.check([case], cpu) == [f"{case.name}: {said}"]
+    assert [(each.op, each.dtype) for each in made] == [("mix", "fp16"), ("mix", "fp32")]

@@ -3,6 +3,7 @@
 import math
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from depthlab import runs
 from depthlab.cli import main
-from depthlab.kernels.bench import command, gate, live, mgr, needs, peers, reading
+from depthlab.kernels.bench import cases, command, gate, inverting, live, mgr, needs, peers, reading
 from depthlab.kernels.bench.cases import COMPARED, STREAMS, TOKENS, WIDTHS, Case, quick_table, table
 from depthlab.kernels.bench.subjects import subject
 from depthlab.runs import RunError
@@ -53,6 +54,16 @@ def test_the_record_repeats_the_whole_table_three_times() -> None:
     assert made.id == "kernels-mgr-bench"
     assert Counter(c.settings["seed"] for c in made.cells) == dict.fromkeys(range(3), len(table()) + 1)
     assert set(mgr.rows_of(made)) == {case for case, _ in table()}
+
+
+def test_inverting_has_a_small_record_of_its_own_beside_ordinary_mixing() -> None:
+    made = mgr.inverting()
+    assert made.id == "kernels-mgr-inverting" and made.claims == ("MGR-10",) and len(made.cells) == 3 * (12 + 1)
+    timed = mgr.rows_of(made)
+    plain = {(c.n_streams, c.width) for c in timed if c.op == "mix"}
+    assert plain == {(c.n_streams, c.width) for c in timed if c.op == "mix-inverting"}
+    assert plain == {(n, c) for n in (4, 8) for c in (768, 1024, 1280)}
+    assert reading.parse_variant(f"{timed[1].name}/triton") == (timed[1], "triton")
 
 
 def test_a_trial_is_a_part_of_the_table_under_another_name() -> None:
@@ -125,6 +136,25 @@ def test_the_compiled_reference_gives_the_references_results(monkeypatch: pytest
         drawn = eager.inputs(torch.Generator().manual_seed(0))
         for a, b in zip(compiled.step(*drawn), eager.step(*drawn), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_mixing_that_rebuilds_its_streams_gives_the_results_of_mixing(cpu) -> None:
+    """In float64, where rebuilding loses next to nothing; and what is timed keeps no streams."""
+    case = Case("mix", "fp64", 8, 3, 12, "independent")
+    for above in (None, 0.5):
+        results = []
+        for step in (subject(case, "eager").step, inverting.step(case, "torch", above)):
+            drawn = cases.inputs(case, torch.Generator().manual_seed(0))
+            outputs = step(*drawn)
+            results.append(
+                [*outputs, *torch.autograd.grad(outputs[:2], drawn, [torch.ones_like(y) for y in outputs[:2]])]
+            )
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+    saved = subject(replace(case, op="mix-inverting"), "eager").step(*drawn)[0].grad_fn.saved_tensors
+    assert not any(x.data_ptr() == drawn[0].data_ptr() for x in saved)
+    with pytest.raises(ValueError, match="torch.compile has no mixing that rebuilds its streams"):
+        subject(replace(case, op="mix-inverting"), "compile")
 
 
 def test_an_unknown_implementation_is_refused() -> None:
@@ -200,7 +230,7 @@ def test_make_bench_runs_the_command() -> None:
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "mgr", "--parts", "bench,plots"]) == 2
-    assert "give some of tests, bench, profile, comma-separated" in capsys.readouterr().err
+    assert "give some of tests, bench, inverting, profile, comma-separated" in capsys.readouterr().err
 
 
 def test_the_live_benchmark_gives_a_row_an_implementation(pretend) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from depthlab.kernels.bench import counters, one_launch, profiling
+from depthlab.kernels.bench import counters, inverting, one_launch, profiling
 from depthlab.kernels.bench.cases import Case
 from depthlab.kernels.bench.counters import CountersMissing, Launch
 from depthlab.runs import Cell
@@ -98,9 +98,22 @@ def test_one_launch_runs_every_operation_and_gate(capsys: pytest.CaptureFixture[
         assert [line.split("/")[0] for line in said] == [
             "launched mix",
             "launched mix",
+            "launched mix-inverting",
+            "launched mix-inverting",
             "launched append",
             "launched pool",
         ]
+
+
+def test_one_launch_of_everything_keeps_rows_exactly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, backward = [], inverting.mix_and_pool_backward
+    monkeypatch.setattr(
+        inverting, "mix_and_pool_backward", lambda m, e, *a, **k: seen.append(e) or backward(m, e, *a, **k)
+    )
+    shape = ["--tokens", "9", "--streams", "2", "--width", "5", "--dtype", "fp32", "--device", "cpu"]
+    one_launch.main(["--implementation", "eager", "--op", "all", *shape])
+    assert [exact is None for exact in seen] == [True, True, False, False] * 2  # warm-up and launch, for both gates
+    assert all(len(exact.values) for exact in seen if exact)
 
 
 def test_without_ncu_the_row_says_so_and_holds_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

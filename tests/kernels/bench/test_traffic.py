@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthlab.kernels.bench import cases
 from depthlab.kernels.bench.cases import Case
-from depthlab.kernels.bench.traffic import OPS, bytes_moved, flops, paper_forward, traffic
+from depthlab.kernels.bench.traffic import MIXING, OPS, bytes_moved, flops, paper_forward, traffic
 from depthlab.kernels.mgr import reference
 
 ROWS = {
     "mixing forward": ("mix", "forward"),
     "mixing backward": ("mix", "backward"),
+    "the same from `s'`, without exact rows": ("mix-inverting", "backward"),
     "both, norm of `h` fused": ("mix", "both"),
     "appending forward": ("append", "forward"),
     "pooling forward": ("pool", "forward"),
@@ -47,7 +48,7 @@ def test_the_model_is_the_derivations_table(name: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_the_model_counts_every_large_tensor_of_a_call_once(op: str) -> None:
     """Forward: inputs and outputs. Backward: inputs and upstream gradients, and the gradients. Of [T, .., C] only."""
-    case = Case(op, "fp32", 5, 3, 7, "independent" if op == "mix" else "")
+    case = Case(op, "fp32", 5, 3, 7, "independent" if op in MIXING else "")
     drawn = cases.inputs(case, torch.Generator().manual_seed(0))
     outputs = [y for y in cases.reference_step(case)(*drawn) if y.shape[-1] == 7]
     gradients = torch.autograd.grad(outputs, drawn, [torch.ones_like(y) for y in outputs])
@@ -57,7 +58,8 @@ def test_the_model_counts_every_large_tensor_of_a_call_once(op: str) -> None:
 
     forward, backward = traffic(op, "forward", 3), traffic(op, "backward", 3)
     assert (forward.reads, forward.writes) == (large(*drawn), large(*outputs))
-    assert (backward.reads, backward.writes) == (large(*drawn, *outputs), large(*gradients))
+    rebuilt = drawn[:1] if op == "mix-inverting" else ()  # written besides; read is the output in place of the input
+    assert (backward.reads, backward.writes) == (large(*drawn, *outputs), large(*gradients, *rebuilt))
     assert traffic(op, "both", 3) == forward + backward
 
 
