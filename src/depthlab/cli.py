@@ -178,6 +178,7 @@ _TRAIN_OPTIONS: dict[str, dict[str, tuple[str, type, str]]] = {
         "--vocab-size": ("vocab_size", int, "default: the tokenizer's"),
         "--dropout": ("dropout", float, "of embedding, attention weights and sublayer outputs"),
         "--backend": ("backend", str, "of the residual's kernels: auto (default), torch or triton"),
+        "--recompute": ("recompute", str, "of gpt with mgr: auto rebuilds streams in the backward pass; off (default)"),
     },
     "data": {
         "--data": ("data", str, "sotu (default), a .txt or .tokens file, or owner/name@commit on the hub"),

@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 # Hidden names of `save`, `prune` and `write_atomic`.
 _LEFT = re.compile(r"\.(step-\d{6,}\.(new|old)|[\w-]+\.jsonl?\.\d+)\.tmp")
 # What may differ between the model that was saved and the one it is loaded into: how it computes, not what.
-_FREE = ("backend",)
+_FREE = ("backend", "recompute")
 
 
 class CheckpointError(ValueError):

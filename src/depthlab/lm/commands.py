@@ -18,6 +18,7 @@ from depthlab.lm.llama import Llama, LlamaConfig
 from depthlab.lm.settings import check_choice, check_seed
 from depthlab.lm.tokens import TokenStream
 from depthlab.lm.training import FREE, TrainConfig, TrainResult, cannot_write, holds_run, need_new, train
+from depthlab.residuals import Recompute
 
 # kind -> (config, model): config.preset(name, **changes) and model(config, generator). Callers may add kinds of theirs,
 # whose config may have options of its own in `training`; they come on top of the preset's.
@@ -36,6 +37,8 @@ OPTIONS: dict[str, Any] = {
 PRESET_OPTIONS: dict[str, dict[str, Any]] = {
     "toy": {"lr": 2e-3, "batch_size": 8, "evaluate_every": 50, "evaluate_tokens": 8192, "checkpoint_every": 50},
 }
+# --recompute by name; a config holds the fields
+RECOMPUTE = {"off": None, "auto": dataclasses.asdict(Recompute())}
 _TRAINING = [field.name for field in dataclasses.fields(TrainConfig)]
 TOKENIZER = "tokenizer.json"
 
@@ -80,6 +83,9 @@ def train_run(
 
 def _options(out: Path, given: dict[str, Any], resume: bool, models: Models) -> dict[str, Any]:
     """All options of a run. A resumed run's own come before the defaults, so that they need not be given again."""
+    if "recompute" in given:
+        check_choice("recompute", given["recompute"], RECOMPUTE)
+        given = given | {"recompute": RECOMPUTE[given["recompute"]]}
     if resume and (out / runlog.RUN).exists():
         settings = runlog.read_run(out)["settings"]
         own = {**settings["model"]["config"], **settings["training"], **settings["about"].get("options", {})}
@@ -133,7 +139,7 @@ def load_run(place: str | Path, device: str = "auto", models: Models = MODELS) -
     known = {field.name for field in dataclasses.fields(config_type)}
     if strange := sorted(set(saved["config"]) - known):
         raise checkpoint.CheckpointError(f"{path} has the setting {strange[0]!r}, which this version does not know.")
-    here = {"backend": "auto"} if "backend" in known else {}
+    here = {name: value for name, value in {"backend": "auto", "recompute": None}.items() if name in known}
     model = model_type(config_type(**saved["config"] | here)).to(pick_device(device))
     checkpoint.load(path, model, state=state)
     if notes:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from depthlab import residuals
 from depthlab.lm.head import check_tokens, head_logits, next_token_loss
 from depthlab.lm.layers import CausalSelfAttention, Embedding, Mlp, check_heads, draw_normal
-from depthlab.lm.settings import check_counts, check_residual, check_share
+from depthlab.lm.settings import check_counts, check_recompute, check_residual, check_share
+from depthlab.residuals import Recompute
 
 INIT_STD = 0.02
 _GPT2 = {"vocab_size": 50_304, "seq_len": 1024}
@@ -33,6 +34,7 @@ class GPTConfig:
         residual: a scheme of `depthlab.residuals.SCHEMES`; n_streams: its n, where it has one.
         dropout: of embedding, attention weights and sublayer outputs.
         backend: of the residual's kernels: "auto", "torch" or "triton".
+        recompute: how mgr rebuilds streams in the backward pass, or its fields by name; None stores them all.
 
     Raises:
         TypeError, ValueError: naming the field, its value and what is allowed.
@@ -49,12 +51,16 @@ class GPTConfig:
     n_streams: int = 4
     dropout: float = 0.0
     backend: str = "auto"
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.recompute, dict):  # from a checkpoint
+            object.__setattr__(self, "recompute", Recompute(**self.recompute))
         check_counts(self, "vocab_size", "seq_len", "n_layers", "n_heads", "d_model", "n_streams")
         check_share("dropout", self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_heads)
         check_residual(self.residual, self.n_streams, self.n_layers, self.backend)
+        check_recompute(self.recompute, self.residual, self.n_streams, self.n_layers)
 
     @property
     def matmul_parameters(self) -> int:
@@ -100,9 +106,8 @@ class GPT(nn.Module):
         for _ in range(n):
             self.sublayers.append(CausalSelfAttention(width, config.n_heads, dropout=dropout))
             self.sublayers.append(Mlp(width, dropout=dropout))
-        self.residual = residuals.build(
-            config.residual, width, 2 * n, n_streams=config.n_streams, backend=config.backend
-        )
+        how = {"n_streams": config.n_streams, "backend": config.backend, "recompute": config.recompute}
+        self.residual = residuals.build(config.residual, width, 2 * n, **how)
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

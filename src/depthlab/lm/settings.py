@@ -70,6 +70,13 @@ def check_residual(residual: str, n_streams: int, n_layers: int, backend: str) -
     )
 
 
+def check_recompute(recompute: residuals.Recompute | None, residual: str, n_streams: int, n_layers: int) -> None:
+    """The scheme can rebuild its streams, where it is asked to: TypeError or ValueError otherwise."""
+    if recompute is not None:
+        with torch.device("meta"):
+            residuals.build(residual, 1, 2 * n_layers, n_streams=n_streams, recompute=recompute)
+
+
 def _fits(residual: str, n_streams: int, n_layers: int) -> bool:
     try:
         with torch.device("meta"):
