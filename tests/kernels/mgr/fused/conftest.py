@@ -233,8 +233,9 @@ def rebuilding_error(streams, true, made, above) -> float:
     allowed = unit * (wide[1].abs() + left * wide[2].abs()) + 128 * 2.0**-24 * left * wide[1].abs().amax(
         (-1, -2), keepdim=True
     )
-    worst = ((wide[0] - wide[1]).abs() / allowed)[beta <= above]
-    return worst.max().item() if worst.numel() else 0.0
+    far = ((wide[0] - wide[1]).abs() / allowed)[beta <= above]
+    worst = far.max().item() if far.numel() else 0.0
+    return worst if worst == worst else float("inf")
 
 
 def inverting_errors(

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from depthlab.kernels import mgr
+from depthlab.kernels.mgr import ops
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -151,3 +154,98 @@ def test_offsets_past_2_to_the_31(fused, kind):
             assert not x[:-300].any()
         else:
             assert fused.excess("d_w_pool", x, y) <= 1  # another order of summation
+
+
+# ---- the backward that rebuilds its input
+
+
+GATES = ("independent", "competitive")
+
+
+@pytest.fixture(params=GATES)
+def gate(request) -> str:
+    return request.param
+
+
+def forward_of(fused, gate, tokens, n, width, dtype):
+    """Inputs, the forward's four results, upstream gradients and the exact rows of gates above one half."""
+    inputs = fused.draw(gate, tokens, n, width, (dtype, dtype, torch.float32))
+    made = mgr.mix_and_pool_forward(*inputs, gate=gate, normalize=True, backend="triton")
+    return inputs, made, fused.upstream_of(made[:3]), fused.keep_rows(inputs[0], made[2], 0.5)
+
+
+def backward_of(gate, inputs, made, upstream, exact):
+    mixed, _, *kept = made
+    how = {"gate": gate, "normalize": True, "backend": "triton"}
+    return mgr.mix_and_pool_backward(mixed, exact, *inputs[1:], *kept, *upstream, **how)
+
+
+@pytest.mark.parametrize(("n", "width"), [(4, 768), (8, 1024), (4, 2048), (8, 1280), (16, 4096), (3, 100)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inverting_at_the_sizes_of_real_models(fused, gate, n, width, dtype):
+    """Streams beside the true ones; gradients beside the ordinary kernels' in float32 at the streams that came back."""
+    inputs, made, upstream, exact = forward_of(fused, gate, 2003, n, width, dtype)
+    streams, *grads = backward_of(gate, inputs, made, upstream, exact)
+    assert fused.rebuilding_error(streams, inputs[0], made[::2], 0.5) <= 1
+    wide = (x.float() for x in (streams, *inputs[1:], made[3], *upstream))
+    true = ops.compute_backward(*wide, gate, True, 1e-6)
+    found = {
+        name: fused.excess(name, x, y, 40.0 if name == "d_bias" else 1.0)
+        for name, x, y in zip(fused.names(gate)[3:], grads, true, strict=True)
+    }
+    assert max(found.values()) <= 1, found
+    if dtype == torch.float32:
+        fused_errors = fused.inverting_errors(gate, inputs, normalize=True)
+        assert max(fused_errors.values()) <= 1, fused_errors
+
+
+@pytest.mark.parametrize(("n", "width"), [(4, 1024), (3, 100), (16, 4096)])
+def test_five_inverting_runs_are_equal_bit_for_bit_with_other_work_between(fused, gate, n, width):
+    known = forward_of(fused, gate, 3000 if width < 2000 else 600, n, width, torch.bfloat16)
+    first = backward_of(gate, *known)
+    other = torch.cuda.Stream()
+    for _ in range(4):
+        with torch.cuda.stream(other):
+            x = torch.randn(3000, 3000, device=fused.device)
+            x @ x
+        assert all_equal(backward_of(gate, *known), first)
+    torch.cuda.synchronize()
+
+
+def test_memory_of_inverting_is_its_results_and_little_else(fused, gate):
+    known = forward_of(fused, gate, 20_000, 4, 1024, torch.bfloat16)
+    backward_of(gate, *known)  # compiled by now
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = backward_of(gate, *known)
+    own = 64 * torch.cuda.get_device_properties(0).multi_processor_count * (2 * 1024 + 4) * 4
+    assert torch.cuda.max_memory_allocated() - before <= sum(x.nbytes for x in found) + own + 4 * 2**20
+
+
+def test_inverting_at_offsets_past_2_to_the_31(fused, gate):
+    """Of tokens and of exact rows: the last ones as in a small run of them alone."""
+    n, width = 4, 1024
+    if torch.cuda.get_device_properties(0).total_memory < 80 * 2**30:
+        pytest.skip("needs 80 GB of GPU memory")
+    inputs, made, upstream, exact = forward_of(fused, gate, 300, n, width, torch.bfloat16)
+    streams, d_streams, d_update, *weights = backward_of(gate, inputs, made, upstream, exact)
+
+    def far(x, rows, fill=0):
+        return torch.cat([x.new_full((rows, *x.shape[1:]), fill), x])
+
+    more = 2**31 // (n * width)
+    rows = 2**31 // width
+    slots = torch.where(exact.slots >= 0, exact.slots + rows, -1)
+    distant = mgr.ExactRows(far(slots, more, -1), far(exact.values, rows))
+    known = (
+        [inputs[0], far(inputs[1], more), *inputs[2:]],
+        [far(x, more) for x in made],
+        [far(x, more) for x in upstream],
+    )
+    found = backward_of(gate, *known, distant)
+    for x, y in zip(found, (streams, d_streams, d_update), strict=False):
+        assert torch.equal(x[-300:], y)
+    assert not found[0][:-300].any() and not found[1][:-300].any()
+    for name, x, y in zip(fused.names(gate)[-3:], found[3:], weights, strict=True):
+        assert fused.excess(name, x, y, 40.0) <= 1  # another order of summation
