@@ -117,10 +117,14 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, skip: Iterable[int] = ()) -> Tensor:
         """What the head reads [B, T, C], normalised, of tokens [B, T], leaving out the sublayers in `skip`."""
+        # start, then step by step; nothing else knows of residuals
+        return self.residual(self.embed(tokens), self.sublayers, skip)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the residual starts from [B, T, C], of tokens [B, T]: their embeddings and those of their positions."""
         check_tokens("tokens", tokens, self.config.vocab_size, self.config.seq_len)
         x = self.embed_tokens(tokens) + self.embed_positions.weight[: tokens.shape[1]]  # [B, T, C]
-        x = F.dropout(x, self.config.dropout, self.training)
-        return self.residual(x, self.sublayers, skip)  # start, then step by step; nothing else knows of residuals
+        return F.dropout(x, self.config.dropout, self.training)
 
     def forward(self, tokens: Tensor, skip: Iterable[int] = ()) -> Tensor:
         """Logits [B, T, V] of the token after each of tokens [B, T]; bfloat16 under autocast, else the weights' dtype.

@@ -16,12 +16,13 @@ from depthlab.lm.schedules import constant
 from depthlab.lm.steps import autocast, gradients
 from depthlab.lm.tokens import TokenStream
 from depthlab.runs import Cell, Curve, Experiment, Result, grid
+from depthlab.runs.record import MAX_CURVE_POINTS
 
 ID = "lm-parity"
 
 
 def lm_parity() -> Experiment:
-    """GPT toy on the bundled text, 200 steps, both gates, both backends, three seeds."""
+    """GPT toy on the bundled text, 200 steps, both gates, both backends, eight seeds."""
     config = {
         "device": "cuda",
         "preset": "toy",
@@ -36,7 +37,7 @@ def lm_parity() -> Experiment:
         "last": 20,
         "validation_tokens": 65_536,
     }
-    cells = grid(residual=["mgr-independent", "mgr-competitive"], seed=[0, 1, 2])
+    cells = grid(residual=["mgr-independent", "mgr-competitive"], seed=list(range(8)))
     return Experiment(ID, ("MGR-9", "MGR-11"), config, cells, run_cell)
 
 
@@ -69,4 +70,5 @@ def train_once(residual: str, backend: str, seed: int, config: dict[str, Any]) -
         validation = evaluate(model, texts.split("validation").ids, max_tokens=config["validation_tokens"])
     last = curve[-config["last"] :]
     metrics = {"loss": sum(last) / len(last), "first_loss": curve[0], "validation_loss": validation.loss_nats}
-    return Result(f"{residual}/{backend}", seed, metrics, {"loss": Curve(list(range(len(curve))), curve)})
+    shown = range(0, len(curve), -(-len(curve) // MAX_CURVE_POINTS))
+    return Result(f"{residual}/{backend}", seed, metrics, {"loss": Curve(list(shown), [curve[i] for i in shown])})
