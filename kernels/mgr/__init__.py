@@ -14,7 +14,13 @@ from depthlab.kernels.mgr.function import (
     mix_and_pool,
     resolve_backend,
 )
-from depthlab.kernels.mgr.inverting import ExactRows, mix_and_pool_backward, mix_and_pool_forward, unmix
+from depthlab.kernels.mgr.inverting import (
+    ExactRows,
+    mix_and_pool_backward,
+    mix_and_pool_forward,
+    mix_and_pool_gradients,
+    unmix,
+)
 from depthlab.kernels.mgr.reference import rms_normalize
 
 __all__ = [
@@ -28,6 +34,7 @@ __all__ = [
     "mix_and_pool",
     "mix_and_pool_backward",
     "mix_and_pool_forward",
+    "mix_and_pool_gradients",
     "resolve_backend",
     "rms_normalize",
     "unmix",

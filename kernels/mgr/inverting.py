@@ -96,9 +96,7 @@ def mix_and_pool_backward(
     check_mixing(mixed, update, *weights, gate, normalize, eps, backend)
     _check_known(mixed, exact, beta)
     upstream = (d_mixed, d_pooled, d_beta)
-    for name, x, like in zip(("d_mixed", "d_pooled", "d_beta"), upstream, (mixed, update, beta), strict=True):
-        if x is not None:
-            _check_like(name, x, like)
+    _check_upstream(mixed, upstream)
     if resolve_backend(backend, mixed, update, *weights) == "triton":
         _check_kept(kept, mixed)
         slots, values = exact or (None, None)
@@ -119,6 +117,42 @@ def _differentiate(streams, update, w_gate, bias, w_pool, upstream, gate, normal
         [y for y, _ in asked], leaves, [d for _, d in asked], allow_unused=True, materialize_grads=True
     )
     return streams, *grads
+
+
+@torch.no_grad()
+def mix_and_pool_gradients(
+    streams: Tensor,
+    update: Tensor,
+    w_gate: Tensor,
+    bias: Tensor,
+    w_pool: Tensor,
+    kept: Tensor,
+    d_mixed: Tensor | None,
+    d_pooled: Tensor | None,
+    d_beta: Tensor | None,
+    *,
+    gate: Gate,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of a mixing layer whose streams were kept after all: of `mix_and_pool`, without another forward.
+
+    Args: streams: [.., n, C], the layer's input; the others as in `mix_and_pool_backward`.
+
+    Returns:
+        ``(d_streams, d_update, d_w_gate, d_bias, d_w_pool)``
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: as in `mix_and_pool_backward`.
+    """
+    tensors, upstream = (streams, update, w_gate, bias, w_pool), (d_mixed, d_pooled, d_beta)
+    check_mixing(*tensors, gate, normalize, eps, backend)
+    _check_upstream(streams, upstream)
+    if resolve_backend(backend, *tensors) == "triton":
+        _check_kept(kept, streams)
+        return ops.compute_backward(*tensors, kept, *upstream, gate, normalize, float(eps))
+    return _differentiate(*tensors, upstream, gate, normalize, eps)[1:]
 
 
 @torch.no_grad()
@@ -177,9 +211,13 @@ def _check_kept(kept: Tensor, mixed: Tensor) -> None:
     _check_shape("kept", kept, (*mixed.shape[:-2], 4 * mixed.shape[-2] + 1), mixed)
 
 
-def _check_like(name: str, x: Tensor, like: Tensor) -> None:
-    check_tensor(name, x)
-    _check_shape(name, x, like.shape, like)
+def _check_upstream(streams: Tensor, upstream: tuple[Tensor | None, ...]) -> None:
+    shape = streams.shape
+    shapes = {"d_mixed": shape, "d_pooled": shape[:-2] + shape[-1:], "d_beta": shape[:-1]}
+    for (name, shape), x in zip(shapes.items(), upstream, strict=True):
+        if x is not None:
+            check_tensor(name, x)
+            _check_shape(name, x, shape, streams)
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
@@ -188,4 +226,4 @@ def _check_shape(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {list(x.shape)}; it needs {list(shape)}.")
     if x.device != beside.device:
-        raise ValueError(f"{name} is on {x.device} and mixed on {beside.device}; move them to one device.")
+        raise ValueError(f"{name} is on {x.device} and the streams on {beside.device}; move them to one device.")

@@ -64,8 +64,8 @@ def compute_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Equations (9) to (17): gradients of streams, update, w_gate, bias and w_pool; of an absent one it is empty."""
-    upstream = (d_mixed, d_pooled, d_beta)
-    return _launch_backward(streams, update, w_gate, bias, w_pool, kept, upstream, (kind, normalize), None)
+    tensors, upstream = (streams, update, w_gate, bias, w_pool, kept), (d_mixed, d_pooled, d_beta)
+    return _launch_backward(tensors, upstream, kind, normalize)
 
 
 def compute_inverting_backward(
@@ -83,32 +83,28 @@ def compute_inverting_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Equations (18) and (9) to (17): the streams that were mixed, then the gradients of `compute_backward`."""
     streams = mixed.new_empty(mixed.shape)
-    rebuilding = (slots, values, streams)
-    return streams, *_launch_backward(
-        mixed, update, w_gate, bias, w_pool, kept, upstream, (kind, normalize), rebuilding
-    )
+    tensors = (mixed, update, w_gate, bias, w_pool, kept)
+    return streams, *_launch_backward(tensors, upstream, kind, normalize, (slots, values, streams))
 
 
-def _launch_backward(streams, update, w_gate, bias, w_pool, kept, upstream, how_read, rebuilding) -> tuple[Tensor, ...]:
-    """rebuilding: None, or (slots, values, where the rebuilt streams go), and `streams` is what the layer made."""
+def _launch_backward(tensors, upstream, kind: str, normalize: bool, rebuilding=(None,) * 3) -> tuple[Tensor, ...]:
+    """`rebuilding`: slots and values of exact rows, and where the streams go that are rebuilt from the first tensor."""
     from depthlab.kernels.mgr import kernels
 
-    kind, normalize = how_read
+    streams, update, w_gate, bias, w_pool, _ = tensors
     d_mixed, d_pooled, d_beta = upstream
     d_streams, d_update = _gradients(streams, update)
     n, width = streams.shape[-2] + int(kind == "append"), streams.shape[-1]
     if d_pooled is None:
         d_pooled = streams.new_zeros([*streams.shape[:-2], width])
-    tensors = (streams, update, w_gate, bias, w_pool, kept, d_mixed, d_pooled, d_beta)
-    arguments = [_dense(x, streams) for x in tensors]
+    arguments = [_dense(x, streams) for x in (*tensors, d_mixed, d_pooled, d_beta)]
     how = _choice(streams, update, n, backward=True)
     shares = _shares(how, d_pooled)
     new = torch.empty if how.constants["HELD"] else torch.zeros  # the kernel adds to what it cannot hold
     d_weights = new(shares.programs, 2 * width + n, dtype=torch.float32, device=streams.device)
-    slots, values, rebuilt = rebuilding or (None, None, None)
-    flags = {"HAS_D_MIXED": d_mixed is not None, "HAS_D_BETA": d_beta is not None}
-    flags |= {"INVERT": rebuilt is not None, "EXACT": slots is not None}
-    arguments += [d_streams, d_update, d_weights, *(_dense(x, streams) for x in (slots, values, rebuilt)), *shares[1:]]
+    given = {"HAS_D_MIXED": d_mixed, "HAS_D_BETA": d_beta, "INVERT": rebuilding[2], "EXACT": rebuilding[0]}
+    flags = {name: x is not None for name, x in given.items()}
+    arguments += [d_streams, d_update, d_weights, *(_dense(x, streams) for x in rebuilding), *shares[1:]]
     _launch(kernels.layer_bwd_kernel, how, shares, d_pooled, n, kind, normalize, arguments, flags)
     absent = streams.new_empty(0)
     d_w_gate, d_w_pool, d_bias = d_weights.sum(0).tensor_split([width, 2 * width])

@@ -98,6 +98,19 @@ def test_the_two_halves_are_not_recorded_by_autograd(make_inputs, gate):
     assert not any(x.requires_grad for x in (mixed, pooled, beta, *found, alone))
 
 
+@pytest.mark.parametrize("which", [(0, 1, 2), (1,)])
+def test_gradients_of_kept_streams_are_autograds(make_inputs, gate, which):
+    inputs = make_inputs(5, 3, 10, gate, torch.float32)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    outputs = mgr.mix_and_pool(*leaves, gate=gate, normalize=True)
+    upstream = [torch.randn_like(x) for x in outputs]
+    true = torch.autograd.grad([outputs[i] for i in which], leaves, [upstream[i] for i in which])
+    kept = mgr.mix_and_pool_forward(*inputs, gate=gate, normalize=True)[3]
+    upstream = [x if i in which else None for i, x in enumerate(upstream)]
+    found = mgr.mix_and_pool_gradients(*inputs, kept, *upstream, gate=gate, normalize=True)
+    assert all(torch.equal(x, y) for x, y in zip(found, true, strict=True))
+
+
 def test_unmix_is_what_the_backward_rebuilds(make_inputs, gate):
     inputs = make_inputs(5, 4, 12, gate)
     (mixed, beta), (streams, *_), _ = invert(inputs, gate, 0.5)

@@ -173,6 +173,17 @@ def test_both_backends_rebuild_the_same_streams(fused, gate):
     assert (streams - plain).abs().max() <= 16 * 2.0**-24 * size  # its gates and mixed streams are its own
 
 
+@pytest.mark.parametrize("which", [(0, 1, 2), (0,)])
+def test_gradients_of_kept_streams_are_those_of_the_layer_bit_for_bit(fused, gate, which):
+    inputs = fused.draw(gate, None, 3, 40, (torch.float16, torch.float16, torch.float32))
+    outputs, true = fused.with_gradients(lambda x: fused.run(gate, x, normalize=True), inputs, which=which)
+    upstream = [x if i in which else None for i, x in enumerate(fused.upstream_of(outputs))]
+    how = {"gate": gate, "normalize": True, "backend": "triton"}
+    kept = mgr.mix_and_pool_forward(*inputs, **how)[3]
+    found = mgr.mix_and_pool_gradients(*inputs, kept, *upstream, **how)
+    assert all(torch.equal(x, y) for x, y in zip(found, true, strict=True))
+
+
 def test_two_calls_are_equal_bit_for_bit(fused, gate):
     inputs = fused.draw(gate, None, 4, 33)
     first, second = (fused.invert(gate, inputs, normalize=True)[2] for _ in range(2))
