@@ -1,0 +1,138 @@
+"""Rebuilt streams with the kernels, on a GPU or, with TRITON_INTERPRET=1, on the CPU; the truth is torch's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from depthlab.residuals import Recompute, build, rebuild
+
+WIDTH, LAYERS, STREAMS = 8, 6, 3
+MANNERS = {"independent": Recompute(anchor_every=None), "competitive": Recompute(top_p=0.3, anchor_every=3)}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+fused = pytest.mark.skipif(HERE == "cpu" and not INTERPRETED, reason="needs a GPU, or Triton's interpreter")
+
+
+def make(gate, recompute, backend, shake):
+    residual = build(f"mgr-{gate}", WIDTH, LAYERS, n_streams=STREAMS, backend=backend, recompute=recompute)
+    return shake(residual).to(HERE)
+
+
+def run(residual, network):
+    """(loss, gradients, the last state, true streams by layer)."""
+    layers = network(WIDTH, LAYERS).to(HERE)
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(5)).to(HERE).requires_grad_()
+    h, state = residual.start(x)
+    true = []
+    for layer, sublayer in enumerate(layers):
+        true.append(state.streams.detach())
+        h, state = residual.step(layer, sublayer(h), state)
+    loss = (h.float() * torch.linspace(-1, 2, WIDTH, device=HERE)).square().sum()
+    wanted = [x, *layers.parameters(), *residual.parameters()]
+    return loss, torch.autograd.grad(loss, wanted, retain_graph=True), state, true
+
+
+@fused
+@pytest.mark.parametrize("gate", MANNERS)
+def test_gradients_are_those_of_stored_streams_in_torch(gate, shake, network):
+    rebuilt, stored = make(gate, MANNERS[gate], "triton", shake), make(gate, None, "torch", shake)
+    loss, found, state, true = run(rebuilt, network)
+    expected_loss, expected, _, _ = run(stored, network)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
+    for one in rebuild(state):
+        error = (one.streams - true[one.layer]).double().square().mean(-1).sqrt()
+        assert (error <= one.bound).all()
+    # the kernels keep mean squares of their own, from which the prediction is made
+    in_torch = make(gate, MANNERS[gate], "torch", shake)
+    run(in_torch, network)
+    reports = [residual.recompute_report() for residual in (rebuilt, in_torch)]
+    assert len(reports[0].layers) == LAYERS - STREAMS + 1 and 0 < reports[0].predicted < 1e-4
+    predicted = [[layer.predicted for layer in report.layers] for report in reports]
+    assert predicted[0] == pytest.approx(predicted[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_all_of_this_holds_in_the_interpreter():
+    if HERE == "cuda" or INTERPRETED:
+        pytest.skip("the tests above have run")
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(Path(__file__))]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+# ---- on a GPU alone
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(HERE == "cpu", reason="needs a CUDA device")]
+
+
+class Deep(nn.Module):
+    """48 sublayers of width 256, on tokens enough for streams to be most of the memory."""
+
+    def __init__(self, recompute, n_layers=48):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(n_layers)).cuda()
+        self.residual = build("mgr-competitive", 256, n_layers, recompute=recompute).cuda()
+
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.residual(x, self.layers).float().square().mean()
+
+
+def stream_memory(recompute):
+    """(bytes that the forward pass leaves, bytes that its backward leaves while the loss is held, gradients)."""
+    model, x = Deep(recompute), torch.randn(8, 512, 256, device="cuda")
+    model(x).backward()
+    before = torch.cuda.memory_allocated()
+    loss = model(x)
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    left = torch.cuda.memory_allocated() - before
+    assert loss.isfinite()
+    return kept, left, [p.grad for p in model.parameters()]
+
+
+class TestOnAGpu:
+    pytestmark = gpu
+
+    def test_memory_is_that_of_the_report_and_goes_back_at_once(self):
+        model = Deep(Recompute())
+        model(torch.randn(8, 512, 256, device="cuda"))
+        report = model.residual.recompute_report()
+        stored, after, expected = stream_memory(None)
+        kept, left, found = stream_memory(Recompute())
+        assert report.share < 0.3
+        saved = report.all_bytes - report.kept_bytes
+        assert stored - kept == pytest.approx(saved, rel=0.1)
+        assert left <= after + 2**20
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).norm() <= 2e-2 * b.norm()
+
+    def test_the_forward_never_waits_for_what_is_still_running(self):
+        model, x = Deep(Recompute()), torch.randn(8, 512, 256, device="cuda")
+        model(x).backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_compiled_sublayers_give_equal_gradients(self):
+        x = torch.randn(2, 64, 256, device="cuda")
+        plain, compiled = Deep(Recompute(), 12), Deep(Recompute(), 12)
+        for layer in compiled.layers:
+            layer.compile()
+        for model in (plain, compiled):
+            model(x).backward()
+        for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+            assert (a.grad - b.grad).norm() <= 2e-2 * a.grad.norm()
