@@ -44,14 +44,10 @@ def own_tokens(n_tokens, n_long, long_tokens):
     the first ones finish, so that no multiprocessor waits for a slower one.
     """
     program = tl.program_id(0)
-    if program < n_long:
-        start = program
-        stop = long_tokens
-        step = n_long
-    else:
-        start = long_tokens + program - n_long
-        stop = n_tokens
-        step = tl.num_programs(0) - n_long
+    is_long = program < n_long  # selects, not branches: Triton 3.5 fails on a loop whose bounds come out of an `if`
+    start = tl.where(is_long, program, long_tokens + program - n_long)
+    stop = tl.where(is_long, long_tokens, n_tokens)
+    step = tl.where(is_long, n_long, tl.num_programs(0) - n_long)
     return start, stop, step
 
 

@@ -114,6 +114,13 @@ def test_inverting_keeps_the_pipeline_and_its_shared_memory(kind, n, width) -> N
     assert inverting.metadata.shared <= plain.metadata.shared + 256  # the slots
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_no_branch_yields_the_bounds_of_the_walk_over_tokens(backward: bool) -> None:
+    """Triton 3.5, which comes with torch 2.9, compiles no such kernel: it stops with "PassManager::run failed"."""
+    kernel, _ = compiled("competitive", 4, 1024, backward=backward)
+    assert not re.search(r"scf\.if .*-> \(i(32|64)", kernel.asm["ttir"])
+
+
 def test_tiles_that_do_not_fit_are_loaded_again_and_the_count_sees_it() -> None:
     kernel, how = compiled("competitive", 16, 4096, backward=True)
     assert not how.constants["HELD"]
