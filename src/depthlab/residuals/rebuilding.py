@@ -23,7 +23,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from depthlab.kernels.mgr import ExactRows, mix_and_pool, mix_and_pool_backward, mix_and_pool_forward, unmix
+from depthlab.kernels.mgr import (
+    ExactRows,
+    mix_and_pool_backward,
+    mix_and_pool_forward,
+    mix_and_pool_gradients,
+    unmix,
+)
 from depthlab.kernels.mgr.reference import wide
 from depthlab.residuals.recompute import LayerKept, Recompute, Segment
 
@@ -192,7 +198,8 @@ class MixingLayer:
         names = ("update", "w_gate", "bias", "w_pool")
         tensors = [x.get(name, self.layer) for name, x in zip(names, (self.update, *self.weights), strict=True)]
         if self.input is not None:
-            return self._exact_gradients((self.input.get("input", self.layer), *tensors), (d_mixed, d_pooled))
+            streams = self.input.get("input", self.layer)
+            return mix_and_pool_gradients(streams, *tensors, self.kept, d_mixed, d_pooled, None, **self.how)
         mixed = self.output_streams()
         if self.output is not None and self.above is not None and self.above.lease() is None:
             self.above = None  # it has had its turn; what it holds is free from here on
@@ -205,14 +212,6 @@ class MixingLayer:
         if self.is_rebuilt and self.above is not None:
             self.output, self.is_rebuilt = None, False  # the graph is retained, so it can be rebuilt again
         return tuple(found)
-
-    def _exact_gradients(self, inputs: tuple[Tensor, ...], upstream: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            mixed, pooled, _ = mix_and_pool(*leaves, **self.how)
-        asked = [(y, d) for y, d in zip((mixed, pooled), upstream, strict=True) if d is not None]
-        outputs, grads = zip(*asked, strict=True)
-        return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)
 
 
 class Reading:
