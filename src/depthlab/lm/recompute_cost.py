@@ -60,7 +60,7 @@ def recompute_cost() -> Experiment:
         "batch_size": 16,
         "warm_up": 1,
         "steps": 4,
-        "rounds": 5,
+        "rounds": 3,
         "changes": {},
     }
     settings = [{"preset": preset, "n_streams": n, "compiled": False} for n in (4, 8) for preset in ("M", "S", "L")]
