@@ -65,6 +65,13 @@ def test_the_errors_of_gradients_are_relative_by_group():
     assert errors["gradient_error"] == pytest.approx(math.sqrt(1.25 / 125))
 
 
+def test_a_vanishing_gradient_counts_apart():
+    exact = {"sublayers.0.w": torch.full((4,), 1.0), "sublayers.1.w": torch.full((4,), 1e-3)}
+    found = {"sublayers.0.w": torch.full((4,), 1.1), "sublayers.1.w": torch.full((4,), 2e-3)}
+    errors = recompute_error.gradient_errors(found, exact)
+    assert errors["worst_error"] == pytest.approx(0.1) and errors["worst_any_error"] == pytest.approx(1)
+
+
 def test_the_gradients_compared_are_the_models_own():
     model = GPT(GPTConfig.preset("toy", n_layers=3, d_model=16, seq_len=8), torch.Generator().manual_seed(0))
     batch = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ from torch import nn
 
 from depthlab.residuals import Recompute, build, rebuild
 
-WIDTH, LAYERS, STREAMS = 8, 6, 3
+WIDTH, LAYERS, STREAMS = 8, 5, 2
 MANNERS = {"independent": Recompute(anchor_every=None), "competitive": Recompute(top_p=0.3, anchor_every=3)}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
