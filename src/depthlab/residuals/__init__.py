@@ -13,7 +13,7 @@ from depthlab.residuals.additive import PreNorm
 from depthlab.residuals.attention import AttnRes, BlockAttnRes
 from depthlab.residuals.base import Residual, State
 from depthlab.residuals.hyper import HyperConnections, MHCLite
-from depthlab.residuals.mgr import MultiGateResidual
+from depthlab.residuals.mgr import MultiGateResidual, RebuildingMultiGateResidual
 from depthlab.residuals.rebuilt import RebuiltStreams, rebuild
 from depthlab.residuals.recompute import LayerKept, Recompute, RecomputeReport
 
@@ -28,6 +28,7 @@ __all__ = [
     "MHCLite",
     "MultiGateResidual",
     "PreNorm",
+    "RebuildingMultiGateResidual",
     "RebuiltStreams",
     "Recompute",
     "RecomputeReport",
@@ -102,7 +103,8 @@ def build(
             return BlockAttnRes(d_model, n_sublayers, **how)
     gate = scheme.removeprefix("mgr-")
     how |= {"n_streams": n_streams, "backend": backend, "recompute": recompute}
-    return MultiGateResidual(d_model, n_sublayers, gate=gate, **how)
+    kind = MultiGateResidual if recompute is None else RebuildingMultiGateResidual
+    return kind(d_model, n_sublayers, gate=gate, **how)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

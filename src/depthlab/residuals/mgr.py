@@ -42,7 +42,7 @@ class MultiGateResidual(Residual):
 
     With `recompute` the backward pass rebuilds streams instead of finding them stored, wherever autograd is on; gates,
     reads and states are the same, bit by bit. It has first derivatives only (create_graph=True raises RuntimeError),
-    changing an update in place after its step raises one too, and under torch.compile each mixing step breaks the
+    changing an update in place after its step raises one too, and under torch.compile each step breaks the
     graph. torch.utils.checkpoint belongs around sublayers: around steps it holds the streams itself. Export, function
     transforms and dispatch modes take the ordinary way.
 
@@ -143,3 +143,15 @@ class MultiGateResidual(Residual):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, n_streams={self.n_streams}, gate={self.gate!r}, backend={self.backend!r}"
+
+
+class RebuildingMultiGateResidual(MultiGateResidual):
+    """`MultiGateResidual` as `build` makes it with `recompute`: a compiler leaves its steps alone.
+
+    What is around them is compiled. Else each layer's step would be compiled anew, up to the break in its middle.
+    """
+
+    @torch.compiler.disable
+    def step(self, layer: int, update: Tensor, state: State) -> tuple[Tensor, State]:
+        """As `Residual.step`."""
+        return super().step(layer, update, state)
