@@ -487,7 +487,7 @@ def test_compiled_sublayers_and_a_compiled_whole_give_equal_gradients(pair, netw
     torch._dynamo.reset()
     whole = torch.compile(rebuilt, backend=count)
     close(gradients(rebuilt, layers, lambda r, x, f: whole(x, f))[1], expected)
-    assert graphs  # something was compiled around the steps
+    assert 0 < len(graphs) < 5  # what is around the steps, not anew for each of them
     torch._dynamo.reset()
     each = [torch.compile(f, backend="aot_eager", fullgraph=True) for f in layers]
     close(gradients(rebuilt, layers, lambda r, x, f: r(x, each))[1], expected)
