@@ -13,6 +13,7 @@ SMALL = recompute_error.recompute_error().config | {
     "shape": {"vocab_size": 256, "seq_len": 8, "n_heads": 2, "d_model": 16},
     "top_p": [0.0, 0.1],
     "anchors": [None, 4, "auto"],
+    "top_p_with_anchors": [0.0],
     "train_steps": 3,
     "warm_up": 1,
 }
@@ -30,7 +31,7 @@ def opened():
 
 def test_a_cell_compares_every_manner_in_every_precision(opened):
     where = "12/mgr-independent/-1"
-    assert len(opened) == 2 * (1 + 2 * 3)
+    assert len(opened) == 2 * (1 + 2 + 2)
     for precision, limit in (("float32", 1e-4), ("bfloat16", 2e-2)):
         auto = opened[f"{where}/{precision}/top-0/anchors-auto"].metrics
         assert 0 < auto["gradient_error"] < limit and auto["gradient_error"] <= auto["worst_error"]

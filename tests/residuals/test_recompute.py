@@ -97,7 +97,7 @@ def test_a_bound_without_the_growth_would_be_beaten(gate):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["closed", "open", "adversary"])
 def test_the_prediction_is_near_the_error_and_seldom_below_it(gate, case, dtype):
-    """Rounding a rebuilt stream often restores it exactly, which the model leaves out: it may say up to 20 times more.
+    """Rounding a rebuilt stream often restores it exactly, which the model leaves out: it may say up to 40 times more.
 
     Where a stream fades away on its way up, it says more still: it takes the stream at its smallest.
     """
@@ -107,8 +107,8 @@ def test_the_prediction_is_near_the_error_and_seldom_below_it(gate, case, dtype)
         state, true = run(residual, dtype, update=update)
         relative, predicted = measured(state, true)[1], residual.recompute_report().predicted
         if predicted < 0.3:  # beyond, errors come back to the gates of nothing: there is no number to be near to
-            assert relative < 1.5 * predicted
-            assert update or relative > predicted / 20
+            assert relative < predicted
+            assert update or relative > predicted / 40
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,8 +144,10 @@ def test_the_segment_adds_up_what_its_two_lines_of_mathematics_say():
         v = (v + after[i]) / (1 - gates[i]).square() + before[i]
     torch.testing.assert_close(segment.variance, v)
     torch.testing.assert_close(segment.sums(), v.sum(0))
-    found = segment.with_least(before[0].sum(0).tolist()).predicted(segment.sums().tolist(), torch.bfloat16)
-    assert found == pytest.approx(2**-8 / math.sqrt(3) * (v.sum(0) / before[0].sum(0)).max().sqrt().item())
+    found = segment.with_least(before[0].sum(0).tolist()).predicted(
+        segment.sums().tolist(), torch.bfloat16, torch.float32
+    )
+    assert found == pytest.approx((2**-8 + 2**-24) / math.sqrt(3) * (v.sum(0) / before[0].sum(0)).max().sqrt().item())
 
 
 def test_a_kept_row_ends_its_chain_and_starts_another():
@@ -160,8 +162,8 @@ def test_a_kept_row_ends_its_chain_and_starts_another():
 
 
 def test_a_prediction_that_is_no_number_is_infinite_and_makes_an_anchor():
-    assert Segment(least=(0.0, 1.0)).predicted([0.0, 0.0], torch.float32) == 0
-    assert Segment(least=(1.0,)).predicted([math.nan], torch.float32) == math.inf
+    assert Segment(least=(0.0, 1.0)).predicted([0.0, 0.0], torch.float32, torch.float32) == 0
+    assert Segment(least=(1.0,)).predicted([math.nan], torch.float32, torch.float32) == math.inf
     for predicted in (math.nan, math.inf):
         assert Recompute().is_anchor(1, 8, 0, predicted, torch.float32)
 

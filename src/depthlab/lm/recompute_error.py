@@ -30,6 +30,7 @@ _CONFIG: dict[str, Any] = {
     "precisions": ["float32", "bfloat16"],
     "top_p": [0.0, 0.01, 0.05, 0.1],
     "anchors": [None, 4, 8, "auto"],
+    "top_p_with_anchors": [0.0, 0.05],
     "spread": 1.0,
     "lr": 3e-3,
     "warm_up": 20,
@@ -102,9 +103,9 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
 
 
 def manners(config: dict[str, Any]) -> Iterator[tuple[float, int | str | None]]:
-    """Every top_p with every choice of anchors."""
-    for top_p in config["top_p"]:
-        for anchors in config["anchors"]:
+    """Every choice of anchors; every top_p without anchors, some with them."""
+    for anchors in config["anchors"]:
+        for top_p in config["top_p" if anchors is None else "top_p_with_anchors"]:
             yield top_p, anchors
 
 

@@ -142,7 +142,7 @@ class MixingLayer:
         n, dtype, streams = self.beta.shape[-1], self.update.tensor.dtype, self.input.get("input", self.layer)
         *sums, n_wide_open = self.reading.get()
         self.segment = self.segment.with_least(sums[n:])
-        predicted = self.segment.predicted(sums[:n], dtype)
+        predicted = self.segment.predicted(sums[:n], dtype, self.beta.dtype)
         exact = n_wide_open < 2**24  # float32 counts so far; beyond, take some more
         rows, kept = self.beta.numel(), max(self.least_rows, math.ceil(n_wide_open * (1 if exact else 1 + 1e-6)))
         anchor = self.recompute.is_anchor(self.count, rows, kept, predicted, dtype) or streams.dtype != dtype

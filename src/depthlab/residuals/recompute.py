@@ -5,10 +5,11 @@ only. Two things go wrong on the way down. The stored s' is off by its rounding,
 s, at most u |s|; and each layer multiplies what it inherits by 1 / (1 - beta). For a row (one stream of one token):
 
     error(s) <= (error(s') + u |s'|) / (1 - beta) + u |s|                                             (bound)
-    V(s)      = (V(s') + sigma^2 |s'|^2 / C) / (1 - beta)^2 + sigma^2 |s|^2 / C,  sigma = u / sqrt(3)  (model)
+    V(s)      = (V(s') + sigma^2 |s'|^2 / C) / (1 - beta)^2 + sigma^2 |s|^2 / C                    (model)
 
 u is the unit roundoff of the stored dtype (2^-8 for bfloat16, 2^-24 for float32). The model takes roundings for
-independent and uniform, so that their squares add up: V is the mean square of a row's error. Both are linear, so the
+independent and uniform, so that their squares add up: V is the mean square of a row's error, and sigma = (u + v) /
+sqrt(3), where v is the unit roundoff of the arithmetic, whose own roundings count in float32. Both are linear, so the
 forward pass can carry them upwards: with P the product of 1 / (1 - beta)^2 over the layers taken in so far, layer l
 adds sigma^2 (|s'|^2 P_with_l + |s|^2 P_without_l) / C to V at the bottom of its segment. A segment reaches from one
 anchor, a layer whose input is kept, to the next. V is compared with the stream where it is smallest in the segment, so
@@ -145,11 +146,11 @@ class Segment:
         """The same, knowing each stream's sum of mean squares over the tokens at its newest layer."""
         return replace(self, least=tuple(sums) if self.least is None else tuple(map(min, self.least, sums)))
 
-    def predicted(self, sums: Iterable[float], dtype: torch.dtype) -> float:
+    def predicted(self, sums: Iterable[float], stored: torch.dtype, arithmetic: torch.dtype) -> float:
         """The largest relative error of a stream, RMS over tokens and channels, from `sums` of V; inf where unknown."""
         shares = [v / s if v > 0 else v for v, s in zip(sums, self.least, strict=True)]
         worst = max(math.inf if math.isnan(share) else share for share in shares)
-        return unit_roundoff(dtype) * math.sqrt(worst / 3)
+        return (unit_roundoff(stored) + unit_roundoff(arithmetic)) * math.sqrt(worst / 3)
 
 
 class LayerKept(NamedTuple):
