@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="mgr", required=True
     )
     bench_mgr = bench.add_parser("mgr", help="mixing and pooling: correctness first, then time, memory and bytes")
-    bench_mgr.add_argument("--parts", help="which records (default all: tests,bench,profile; bench in a trial)")
+    bench_mgr.add_argument("--parts", help="which records (all: tests,bench,inverting,profile; a trial: bench)")
     bench_mgr.add_argument(
         "--quick", action="store_true", help="three shapes once, for tuning: no record of the ledger"
     )
