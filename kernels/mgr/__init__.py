@@ -22,14 +22,17 @@ from depthlab.kernels.mgr.inverting import (
     unmix,
 )
 from depthlab.kernels.mgr.reference import rms_normalize
+from depthlab.kernels.mgr.rounding import Carried, carry_rounding
 
 __all__ = [
     "BACKENDS",
     "MAX_STREAMS",
     "BackendUnavailable",
+    "Carried",
     "ExactRows",
     "append_and_pool",
     "attn_pool",
+    "carry_rounding",
     "check_tensor",
     "mix_and_pool",
     "mix_and_pool_backward",
