@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from depthlab.kernels.mgr import append_and_pool, attn_pool, mix_and_pool
 from depthlab.kernels.mgr.reference import gate_values, pool_weights, wide
 from depthlab.residuals.base import Float32, Residual, State
-from depthlab.residuals.rebuilding import MixingLayer, can_rebuild, mix
-from depthlab.residuals.recompute import LayerKept, Recompute, RecomputeReport
+from depthlab.residuals.rebuilding import ForwardPass, MixingLayer, can_rebuild, mix, mix_apart
+from depthlab.residuals.recompute import Recompute, RecomputeReport
 from depthlab.theory import gate_bias, smallest_valid_depth
 
 
@@ -63,7 +63,7 @@ class MultiGateResidual(Residual):
         super().__init__(d_model, n_sublayers, normalize=normalize)
         self.gate, self.n_streams, self.backend = gate, n_streams, backend
         self.recompute = recompute
-        self._kept: dict[int, LayerKept] = {}  # of the last forward pass that keeps streams for a backward
+        self._pass: ForwardPass | None = None  # the last one that keeps streams for a backward
         self.first_mixing = n_streams - 1
         needed = self.first_mixing + smallest_valid_depth(gate, n_streams)
         if n_sublayers < needed:
@@ -99,11 +99,15 @@ class MultiGateResidual(Residual):
 
     def recompute_report(self) -> RecomputeReport:
         """What the last forward pass kept for its backward; no layer where none did."""
-        return RecomputeReport(tuple(self._kept[layer] for layer in sorted(self._kept)))
+        if self._pass is None:
+            return RecomputeReport(())
+        self._pass.settle()
+        kept = self._pass.kept
+        return RecomputeReport(tuple(kept[layer] for layer in sorted(kept)))
 
     def _open(self, x: Tensor) -> State:
         if self.recompute is not None and torch.is_grad_enabled():
-            self._kept = {}
+            self._pass = None
         return State(0, x.unsqueeze(-2), (0,))
 
     def _fits(self, state: State) -> bool:
@@ -120,9 +124,9 @@ class MultiGateResidual(Residual):
         own = self.residual_layers[layer]
         tensors = (state.streams, update, own.w_gate, self._bias(layer, state), query)
         if self.recompute is not None and can_rebuild(*tensors):
-            new = MixingLayer(layer, self.recompute, {"gate": self.gate, **how})
-            streams, h, trail, entries = mix(new, tensors, state.trail)
-            self._kept.update((entry.layer, entry) for entry in entries)
+            self._pass = self._pass or ForwardPass()
+            new = MixingLayer(layer, self.recompute, {"gate": self.gate, **how}, self._pass)
+            streams, h, trail = (mix_apart if torch.compiler.is_compiling() else mix)(new, tensors, state.trail)
             return h, State(layer + 1, streams, state.extra, trail)
         streams, h, _ = mix_and_pool(*tensors, gate=self.gate, **how)
         return h, State(layer + 1, streams, state.extra)

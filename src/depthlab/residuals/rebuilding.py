@@ -11,11 +11,15 @@ when a backward pass that retains no graph has used it. A layer holds the one ab
 that, until the one above has been let go of; the one below it only weakly. What a layer holds of tensors is detached:
 a graph that reaches itself through its saved variables would never be freed.
 
-Whether a layer is an anchor is read from the device when the next one is made, so that nothing waits meanwhile.
+Numbers decide what a layer keeps, and the host asks for them late, so that it need not wait for the device. With the
+kernels the device decides about anchors and goes on at once; the host acts on it as soon as it hears, `PENDING` layers
+later at the latest, and before a backward pass begins. What is kept so never depends on how fast anything was. In plain
+torch the host decides, before the next layer is made.
 """
 
 import math
 import weakref
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +28,20 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from depthlab.kernels.mgr import (
+    Carried,
     ExactRows,
+    carry_rounding,
     mix_and_pool_backward,
     mix_and_pool_forward,
     mix_and_pool_gradients,
     unmix,
 )
 from depthlab.kernels.mgr.reference import wide
-from depthlab.residuals.recompute import LayerKept, Recompute, Segment
+from depthlab.residuals.recompute import LayerKept, Recompute, Segment, unit_of_rounding
+
+# How many layers may wait for their numbers: the host can be ahead of the device by as many, and the streams of as many
+# layers are kept beside those that stay.
+PENDING = 3
 
 
 class Held(NamedTuple):
@@ -42,7 +52,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Held":
-        return cls(tensor.detach(), tensor._version)  # the two share their version
+        return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)  # the two share their version
 
     def get(self, name: str, layer: int) -> Tensor:
         if self.tensor._version != self.version:
@@ -73,6 +83,31 @@ class Trail(NamedTuple):
         return self.made_by() if same else None
 
 
+class ForwardPass:
+    """The layers of one forward pass: what each keeps, and which ones wait for their numbers, the oldest first.
+
+    A layer waits from when another one follows it. Being the newest, it keeps its input anyway.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[int, LayerKept] = {}
+        self.waiting: deque[weakref.ref[MixingLayer]] = deque()
+
+    def settle(self, pending: int = 0) -> None:
+        """Settle the layers whose numbers are here; wait for numbers until no more than `pending` layers wait."""
+        while self.waiting:
+            layer = self.waiting[0]()
+            if layer is not None:
+                if len(self.waiting) <= pending and not layer.is_anchor and not layer.reading.is_here():
+                    return
+                layer.settle()
+            self.waiting.popleft()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return vars(self)
+
+
 class MixingLayer:
     """One mixing layer: its inputs as far as they are kept, its gates, and its neighbours.
 
@@ -80,19 +115,24 @@ class MixingLayer:
         layer: the sublayer, for messages and the report.
         recompute: what to keep.
         how: gate, normalize, eps and backend.
+        forward_pass: that it belongs to.
     """
 
-    def __init__(self, layer: int, recompute: Recompute, how: dict[str, Any]) -> None:
-        self.layer, self.recompute, self.how = layer, recompute, how
+    def __init__(self, layer: int, recompute: Recompute, how: dict[str, Any], forward_pass: ForwardPass) -> None:
+        self.layer, self.recompute, self.how, self.forward_pass = layer, recompute, how, forward_pass
         self.input: Held | None = None  # s, of an anchor and of the newest layer
         self.rows: ExactRows | None = None
         self.output: Tensor | None = None  # s', where it is exact or has been rebuilt
         self.is_rebuilt = False
+        self.is_followed = False
         self.above: MixingLayer | None = None
         self.below: weakref.ref[MixingLayer] | None = None
         self.lease: weakref.ref[Lease] | None = None
         self.count = 1  # this layer's number among the mixing layers
-        self.segment = Segment()
+        self.is_anchor = False
+        self.segment: Segment | Carried | None = None  # up to this layer; None where the next one begins a new one
+        self.mean_square: Tensor | None = None  # of s', in plain torch
+        self.chosen: Tensor | None = None  # rows of the largest gates, as many as are kept in any case
         self.reading: Reading | None = None
 
     def run(self, streams: Tensor, update: Tensor, w_gate: Tensor, bias: Tensor, w_pool: Tensor) -> tuple[Tensor, ...]:
@@ -100,6 +140,7 @@ class MixingLayer:
         self.input, self.update = Held.of(streams), Held.of(update)
         self.weights = [Held.of(x) for x in (w_gate, bias, w_pool)]
         mixed, pooled, self.beta, self.kept = mix_and_pool_forward(streams, update, w_gate, bias, w_pool, **self.how)
+        self._measure(mixed)
         return mixed, pooled
 
     def maker(self) -> "MixingLayer | None":
@@ -108,55 +149,105 @@ class MixingLayer:
 
     # ---- what to keep
 
-    def follow(self, below: "MixingLayer", streams: Tensor) -> None:
-        """This layer's input [.., n, C] is the output of `below`, which has been settled."""
-        self.below, self.count, self.segment = weakref.ref(below), below.count + 1, below.segment
-        below.output, below.is_rebuilt = streams.detach(), False
+    def follow(self, below: "MixingLayer") -> None:
+        """This layer's input is the output of `below`, which may now be settled."""
+        self.below, self.count = weakref.ref(below), below.count + 1
+        forward_pass = below.forward_pass
+        if below.is_followed:
+            forward_pass.settle()  # who else follows it may wait, and settled later would undo what this layer says
+        else:
+            below.is_followed = True
+            forward_pass.waiting.append(weakref.ref(below))
+        forward_pass.settle(PENDING if below.is_fused() else 0)
 
-    def measure(self, mixed: Tensor) -> None:
+    def is_fused(self) -> bool:
+        """Whether the kernels made it, and carry what rounding adds up to."""
+        return self.kept.numel() > 0
+
+    def _measure(self, mixed: Tensor) -> None:
         """Take this layer into the segment; what decides about it sets out for the host."""
-        below, n = self.maker(), mixed.shape[-2]
-        before = None if below is None else below.mean_square
-        before, self.mean_square = self._mean_squares(mixed, before)
-        beta = self.beta.flatten()
+        below, rows, dtype = self.maker(), self.beta.numel(), mixed.dtype
+        start = None if below is None else below.segment
+        self.least_rows = math.ceil(self.recompute.top_p * rows)
+        self.is_anchor = (  # whatever the numbers say
+            self.input.tensor.dtype != dtype
+            or self.recompute.is_anchor(self.count, rows, self.least_rows, 0.0, dtype)
+            or (start is not None and isinstance(start, Carried) != self.is_fused())
+        )
+        if self.is_anchor:
+            return
+        if self.least_rows:
+            self.chosen = self.beta.flatten().topk(self.least_rows, sorted=False).indices
+        if self.is_fused():
+            self._carry(start, dtype)
+        else:
+            self._add_up(start or Segment(), mixed, None if below is None else below.mean_square)
+
+    def _carry(self, start: Carried | None, dtype: torch.dtype) -> None:
+        chosen = None
+        if self.chosen is not None:
+            chosen = torch.zeros_like(self.beta, dtype=torch.bool)
+            chosen.view(-1).index_fill_(0, self.chosen, True)
+        self.segment = carry_rounding(
+            self.beta,
+            self.kept,
+            chosen,
+            start,
+            max_gate=self.recompute.max_gate,
+            sigma=unit_of_rounding(dtype, self.beta.dtype) / math.sqrt(3),
+            tolerance=self.recompute.tolerance_of(dtype) if self.recompute.anchor_every == "auto" else math.inf,
+        )
+        self.reading = Reading(self.segment.numbers)
+
+    def _add_up(self, start: Segment, mixed: Tensor, before: Tensor | None) -> None:
+        """In plain torch; before: |s|^2 / C + eps of the input [.., n], None where it is not known."""
+        n = mixed.shape[-2]
+        if before is None:
+            before = self._mean_square(self.input.tensor)
+        self.mean_square = self._mean_square(mixed)
         self.wide_open = self.beta > self.recompute.max_gate
-        self.least_rows = math.ceil(self.recompute.top_p * beta.numel())
-        self.chosen = beta.topk(self.least_rows, sorted=False).indices if self.least_rows else None
         kept = self.wide_open if self.chosen is None else self._with(self.chosen)
-        self.segment = self.segment.with_layer(self.beta, before, self.mean_square, kept)
+        self.segment = start.with_layer(self.beta, before, self.mean_square, kept)
         count = self.wide_open.sum(dtype=before.dtype).reshape(1)
         self.reading = Reading(torch.cat([self.segment.sums(), before.reshape(-1, n).sum(0), count]))
 
-    def _mean_squares(self, mixed: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """|s|^2 / C + eps of input (`before`, where it is known) and output, [.., n]."""
-        if self.kept.numel():  # rho, a, r' = (|s'|^2 / C + eps)^(-1/2), z, r
-            n = mixed.shape[-2]
-            before = self.kept[..., 1 + 3 * n :].pow(-2) if before is None else before
-            return before, self.kept[..., 1 + n : 1 + 2 * n].pow(-2)
-        squares = (wide(x)[0].square().mean(-1) + self.how["eps"] for x in (mixed, self.input.tensor))
-        after = next(squares)
-        return next(squares) if before is None else before, after
+    def _mean_square(self, streams: Tensor) -> Tensor:
+        return wide(streams)[0].square().mean(-1) + self.how["eps"]
 
-    def settle(self) -> LayerKept:
+    def settle(self) -> None:
         """Keep what must be kept of the input, now that another layer follows."""
-        n, dtype, streams = self.beta.shape[-1], self.update.tensor.dtype, self.input.get("input", self.layer)
-        *sums, n_wide_open = self.reading.get()
-        self.segment = self.segment.with_least(sums[n:])
-        predicted = self.segment.predicted(sums[:n], dtype, self.beta.dtype)
-        exact = n_wide_open < 2**24  # float32 counts so far; beyond, take some more
-        rows, kept = self.beta.numel(), max(self.least_rows, math.ceil(n_wide_open * (1 if exact else 1 + 1e-6)))
-        anchor = self.recompute.is_anchor(self.count, rows, kept, predicted, dtype) or streams.dtype != dtype
-        if anchor:
-            self.segment, kept, predicted = Segment(), rows, 0.0
+        rows, streams = self.beta.numel(), self.input.get("input", self.layer)
+        kept, predicted = rows, 0.0
+        if not self.is_anchor:
+            kept, predicted = self._decide()
+        if self.is_anchor:
+            self.segment, kept, predicted = None, rows, 0.0
         elif kept:
             self._keep_rows(streams, kept)
         below = self.maker()
         if below is not None:
-            below.output = streams if anchor else None
-            below.above = below.above or (None if anchor else self)  # of several that follow, any will do
-        self.input = self.input if anchor else None
+            below.output = streams if self.is_anchor else None
+            below.above = below.above or (None if self.is_anchor else self)  # of several that follow, any will do
+        self.input = self.input if self.is_anchor else None
         self.reading = self.wide_open = self.chosen = None
-        return self.report("anchor" if anchor else "rows", kept, predicted)
+        self.enter("anchor" if self.is_anchor else "rows", kept, predicted)
+
+    def _decide(self) -> tuple[int, float]:
+        """How many rows to keep, and the predicted error; whether this layer is an anchor, by what has been heard."""
+        rows, n, dtype, numbers = self.beta.numel(), self.beta.shape[-1], self.update.tensor.dtype, self.reading.get()
+        if self.is_fused():
+            predicted, n_wide_open, ends, *_ = numbers
+        else:
+            n_wide_open = numbers[-1]
+            self.segment = self.segment.with_least(numbers[n : 2 * n])
+            predicted = self.segment.predicted(numbers[:n], dtype, self.beta.dtype)
+        exact = n_wide_open < 2**24  # float32 counts so far; beyond, take some more
+        kept = max(self.least_rows, math.ceil(n_wide_open * (1 if exact else 1 + 1e-6)))
+        if self.is_fused():
+            self.is_anchor = ends > 0  # as the next layers on the device have taken it
+        else:
+            self.is_anchor = self.recompute.is_anchor(self.count, rows, kept, predicted, dtype)
+        return kept, predicted
 
     def _keep_rows(self, streams: Tensor, kept: int) -> None:
         """Copy the `kept` rows with the largest gates."""
@@ -164,17 +255,19 @@ class MixingLayer:
         slots = torch.full([self.beta.numel()], -1, dtype=torch.int32, device=chosen.device)
         slots[chosen] = torch.arange(kept, dtype=torch.int32, device=chosen.device)
         self.rows = ExactRows(slots.view(self.beta.shape), streams.flatten(0, -2)[chosen])
-        self.segment = self.segment.without_rows(self._with(chosen))
+        if not self.is_fused():
+            self.segment = self.segment.without_rows(self._with(chosen))
 
     def _with(self, chosen: Tensor) -> Tensor:
         """[.., n], True for `chosen` and for every gate above the ceiling."""
         return self.wide_open.flatten().index_fill(0, chosen, True).view_as(self.wide_open)
 
-    def report(self, kind: str, kept: int, predicted: float) -> LayerKept:
-        """The entry of the report."""
+    def enter(self, kind: str, kept: int, predicted: float) -> None:
+        """Put this layer into the report."""
         update = self.update.tensor
         row, whole = update.shape[-1] * update.element_size(), update.numel() * update.element_size()
-        return LayerKept(self.layer, kind, self.beta.numel(), kept, row, whole, predicted)
+        entry = LayerKept(self.layer, kind, self.beta.numel(), kept, row, whole, predicted)
+        self.forward_pass.kept[self.layer] = entry
 
     # ---- gradients
 
@@ -196,6 +289,7 @@ class MixingLayer:
 
     def gradients(self, d_mixed: Tensor | None, d_pooled: Tensor | None) -> tuple[Tensor, ...]:
         """Of streams, update, w_gate, bias and w_pool. The layer below has its s' afterwards."""
+        self.forward_pass.settle()
         names = ("update", "w_gate", "bias", "w_pool")
         tensors = [x.get(name, self.layer) for name, x in zip(names, (self.update, *self.weights), strict=True)]
         if self.input is not None:
@@ -221,9 +315,11 @@ class Reading:
     def __init__(self, numbers: Tensor) -> None:
         self.numbers, self.arrived = numbers, None
         if numbers.is_cuda:
-            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self.numbers.copy_(numbers, non_blocking=True)
+            self.numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
             self.arrived = torch.cuda.current_stream(numbers.device).record_event()
+
+    def is_here(self) -> bool:
+        return self.arrived is None or self.arrived.query()
 
     def get(self) -> list[float]:
         if self.arrived is not None:
@@ -269,8 +365,7 @@ def can_rebuild(*tensors: Tensor) -> bool:
     return not traced and not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 
 
-@torch.compiler.disable
-def mix(new: MixingLayer, tensors: tuple[Tensor, ...], trail: Trail | None) -> tuple[Tensor, Tensor, Trail, list]:
+def mix(new: MixingLayer, tensors: tuple[Tensor, ...], trail: Trail | None) -> tuple[Tensor, Tensor, Trail]:
     """`mix_and_pool` as the layer `new`, which keeps few streams.
 
     Args:
@@ -279,19 +374,19 @@ def mix(new: MixingLayer, tensors: tuple[Tensor, ...], trail: Trail | None) -> t
         trail: of the state that the streams are from.
 
     Returns:
-        ``(streams [.., n, C], pooled [.., C], trail, entries)``: entries of the report, the final one of the layer
-        below where it had none yet, and one of this layer as the newest.
+        ``(streams [.., n, C], pooled [.., C], trail)``. The report knows `new` as the newest layer.
     """
-    streams, entries = tensors[0], []
-    below = None if trail is None else trail.maker_of(streams)
+    below = None if trail is None else trail.maker_of(tensors[0])
     if below is not None:
-        if below.reading is not None:
-            entries.append(below.settle())
-        new.follow(below, streams)
+        new.follow(below)
     lease = Lease(new)
     new.lease = weakref.ref(lease)
     with saved_tensors_hooks(lambda _: lease, _ticket):
         mixed, pooled = _Mixing.apply(new, *tensors)
-    new.measure(mixed.detach())
-    entries.append(new.report("newest", new.beta.numel(), 0.0))
-    return mixed, pooled, Trail(weakref.ref(new), weakref.ref(mixed), mixed._version), entries
+    if below is not None:
+        below.output, below.is_rebuilt = new.input.tensor, False
+    new.enter("newest", new.beta.numel(), 0.0)
+    return mixed, pooled, Trail(weakref.ref(new), weakref.ref(mixed), mixed._version)
+
+
+mix_apart = torch.compiler.disable(mix)

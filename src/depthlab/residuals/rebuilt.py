@@ -55,6 +55,7 @@ def rebuild(state: State) -> list[RebuiltStreams]:
             "state holds no mixing layer to go down from; give one that step returned with recompute and autograd on, "
             "before its graph is freed or its streams are changed."
         )
+    maker.forward_pass.settle()
     found: list[RebuiltStreams] = []
     while maker is not None:
         if maker.input is not None:

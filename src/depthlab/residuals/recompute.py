@@ -23,6 +23,7 @@ model and its use are ours.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -105,6 +106,12 @@ def _check_number(name: str, value: Any, allowed: str) -> None:
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; use {allowed}.")
 
 
+@lru_cache
+def unit_of_rounding(stored: torch.dtype, arithmetic: torch.dtype) -> float:
+    """u + v, sqrt(3) sigma."""
+    return unit_roundoff(stored) + unit_roundoff(arithmetic)
+
+
 @dataclass(frozen=True)
 class Segment:
     """What rounding adds up to from the bottom of a segment to its newest layer; a new one for every layer.
@@ -150,7 +157,7 @@ class Segment:
         """The largest relative error of a stream, RMS over tokens and channels, from `sums` of V; inf where unknown."""
         shares = [v / s if v > 0 else v for v, s in zip(sums, self.least, strict=True)]
         worst = max(math.inf if math.isnan(share) else share for share in shares)
-        return (unit_roundoff(stored) + unit_roundoff(arithmetic)) * math.sqrt(worst / 3)
+        return unit_of_rounding(stored, arithmetic) * math.sqrt(worst / 3)
 
 
 class LayerKept(NamedTuple):
