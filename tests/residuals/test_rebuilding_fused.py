@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from depthlab.residuals import Recompute, build, rebuild
+from depthlab.residuals import Recompute, build, rebuild, rebuilding
 
 WIDTH, LAYERS, STREAMS = 8, 5, 2
 MANNERS = {"independent": Recompute(anchor_every=None), "competitive": Recompute(top_p=0.3, anchor_every=3)}
@@ -58,6 +58,86 @@ def test_gradients_are_those_of_stored_streams_in_torch(gate, shake, network):
     assert predicted[0] == pytest.approx(predicted[1], rel=1e-4)
 
 
+# ---- numbers that come late
+
+DEEP, LATE_STREAMS = 10, 2
+LATE = {
+    "auto": Recompute(tolerance=2.3e-7, max_gate=0.9),
+    "auto, rows": Recompute(tolerance=1.9e-7, top_p=0.1, max_gate=0.6),
+    "mostly open": Recompute(anchor_every=4, max_gate=0.4),
+}
+ARRIVALS = {"at once": lambda: True, "never": lambda: False, "at times": None}
+
+
+def deep(recompute, backend, shake, gate="independent"):
+    return shake(build(f"mgr-{gate}", WIDTH, DEEP, n_streams=LATE_STREAMS, backend=backend, recompute=recompute)).to(
+        HERE
+    )
+
+
+def climb(residual, network, fork=False):
+    """(gradients, report, how many layers held their input all in all when the forward pass ended).
+
+    A fork continues half-way a second time, for one layer, when two others have followed already."""
+    layers = network(WIDTH, DEEP).to(HERE)
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(5)).to(HERE).requires_grad_()
+    h, state = residual.start(x)
+    ends = 0
+    for layer, sublayer in enumerate(layers):
+        if layer == 6:
+            before = h, state
+        if fork and layer == 8:
+            ends = 2 * residual.step(6, -layers[6](before[0]), before[1])[0]
+        h, state = residual.step(layer, sublayer(h), state)
+    maker, holding = state.trail.made_by(), 0
+    while maker is not None:
+        holding += maker.input is not None
+        maker = maker.maker()
+    loss = ((h + ends).float() * torch.linspace(-1, 2, WIDTH, device=HERE)).square().sum()
+    return torch.autograd.grad(loss, [x, *layers.parameters()]), residual.recompute_report(), holding
+
+
+@fused
+@pytest.mark.parametrize("manner", LATE)
+def test_what_is_kept_does_not_depend_on_when_numbers_arrive(manner, shake, network, monkeypatch):
+    results = {}
+    for name, arrives in ARRIVALS.items():
+        g = torch.Generator().manual_seed(1)
+        arrives = arrives or (lambda g=g: bool(torch.rand(1, generator=g) < 0.4))
+        monkeypatch.setattr(rebuilding.Reading, "is_here", lambda _, arrives=arrives: arrives())
+        results[name] = climb(deep(LATE[manner], "triton", shake), network, fork=manner == "auto, rows")
+    first, report, least = results["at once"]
+    assert least <= len(report.anchors) and len(report.anchors) > 2
+    for gradients, other, holding in results.values():
+        assert all(torch.equal(a, b) for a, b in zip(gradients, first, strict=True)) and other == report
+        assert least <= holding <= least + rebuilding.PENDING
+    assert results["never"][2] > least or manner == "mostly open"
+
+
+@fused
+@pytest.mark.parametrize("manner", LATE)
+def test_anchors_that_the_device_decides_about_are_those_that_torch_does(manner, shake, network, monkeypatch):
+    """Late, too: an anchor starts a new segment at once, so that no more are placed than needed."""
+    monkeypatch.setattr(rebuilding.Reading, "is_here", lambda _: False)
+    found, expected = (climb(deep(LATE[manner], backend, shake), network)[1] for backend in ("triton", "torch"))
+    assert [x._replace(predicted=0) for x in found.layers] == [x._replace(predicted=0) for x in expected.layers]
+    predicted = [[x.predicted for x in report.layers] for report in (found, expected)]
+    assert predicted[0] == pytest.approx(predicted[1], rel=1e-3)
+    assert 2 < len(found.anchors) < len(found.layers) - 2
+
+
+@fused
+def test_a_segment_that_goes_on_from_torch_to_the_kernels_starts_anew_at_an_anchor(shake, network):
+    """Who changes the backend on the way: what has added up so far is unknown to the other side."""
+    residual = deep(Recompute(anchor_every=None, max_gate=0.9), "torch", shake)
+    layers = network(WIDTH, DEEP).to(HERE)
+    h, state = residual.start(torch.ones(2, WIDTH, device=HERE))
+    for layer, sublayer in enumerate(layers):
+        residual.backend = "torch" if layer < 8 else "triton"
+        h, state = residual.step(layer, sublayer(h), state)
+    assert residual.recompute_report().anchors == (8, DEEP - 1)
+
+
 @pytest.mark.slow
 def test_all_of_this_holds_in_the_interpreter():
     if HERE == "cuda" or INTERPRETED:
@@ -67,7 +147,7 @@ def test_all_of_this_holds_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and "9 passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 # ---- on a GPU alone
