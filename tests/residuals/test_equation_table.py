@@ -60,13 +60,13 @@ def test_the_table_names_every_equation_of_the_reference_and_every_scheme():
     assert {type(build(scheme, 4, 6)) for scheme in SCHEMES} <= named
 
 
-def test_the_derivation_numbers_each_stage_once_and_names_the_code_of_the_forward():
+def test_the_derivation_numbers_each_stage_once_and_names_the_code_of_the_forward_and_of_rebuilding():
     text = DERIVATION.read_text(encoding="utf-8")
     rows = re.findall(r"^\| \((\d+\w?)\) \|(.*)\|$", text, re.MULTILINE)
     numbers = [number for number, _ in rows]
-    assert numbers == ["1", "2", "3i", "3c", *map(str, range(4, 14)), "14i", "14c", "15", "16", "17"]
+    assert numbers == ["1", "2", "3i", "3c", *map(str, range(4, 14)), "14i", "14c", "15", "16", "17", "18"]
     for number, row in rows:
-        if int(re.match(r"\d+", number)[0]) <= 8:
+        if int(re.match(r"\d+", number)[0]) <= 8 or number == "18":
             name = re.findall(r"`([\w.]+)`", row)[-1]
             assert callable(resolve(name) if "." in name else getattr(reference, name))
 
