@@ -22,14 +22,6 @@ class RebuiltStreams:
     streams: Tensor
     bound: Tensor
 
-    @property
-    def relative_bound(self) -> float:
-        """The largest relative error of a stream, RMS over tokens and channels, that the bound allows."""
-        squares = self.bound.square(), self.streams.double().square().mean(-1)
-        error, size = (x.reshape(-1, x.shape[-1]).sum(0).sqrt() for x in squares)
-        true_size = size - error  # of the streams as they were, at least
-        return float(torch.where(error > 0, error / true_size.clamp_min(0), 0).max())
-
 
 @torch.no_grad()
 def rebuild(state: State) -> list[RebuiltStreams]:
