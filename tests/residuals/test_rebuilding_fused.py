@@ -76,7 +76,7 @@ def deep(recompute, backend, shake, gate="independent"):
 
 
 def climb(residual, network, fork=False):
-    """(gradients, report, how many layers held their input all in all when the forward pass ended).
+    """(gradients, report, how many layers held their input in all before the last layer, and after it).
 
     A fork continues half-way a second time, for one layer, when two others have followed already."""
     layers = network(WIDTH, DEEP).to(HERE)
@@ -88,36 +88,46 @@ def climb(residual, network, fork=False):
             before = h, state
         if fork and layer == 8:
             ends = 2 * residual.step(6, -layers[6](before[0]), before[1])[0]
+        held = count_held(state)
         h, state = residual.step(layer, sublayer(h), state)
-    maker, holding = state.trail.made_by(), 0
-    while maker is not None:
-        holding += maker.input is not None
-        maker = maker.maker()
+    held = held, count_held(state)
     loss = ((h + ends).float() * torch.linspace(-1, 2, WIDTH, device=HERE)).square().sum()
-    return torch.autograd.grad(loss, [x, *layers.parameters()]), residual.recompute_report(), holding
+    return torch.autograd.grad(loss, [x, *layers.parameters()]), residual.recompute_report(), held
+
+
+def count_held(state):
+    """Layers below `state` that hold their input."""
+    maker, held = state.trail and state.trail.made_by(), 0
+    while maker is not None:
+        held += maker.input is not None
+        maker = maker.maker()
+    return held
 
 
 @fused
 @pytest.mark.parametrize("manner", LATE)
 def test_what_is_kept_does_not_depend_on_when_numbers_arrive(manner, shake, network, monkeypatch):
     results = {}
+    monkeypatch.setattr(rebuilding, "PENDING", 3)
     for name, arrives in ARRIVALS.items():
         g = torch.Generator().manual_seed(1)
         arrives = arrives or (lambda g=g: bool(torch.rand(1, generator=g) < 0.4))
         monkeypatch.setattr(rebuilding.Reading, "is_here", lambda _, arrives=arrives: arrives())
         results[name] = climb(deep(LATE[manner], "triton", shake), network, fork=manner == "auto, rows")
-    first, report, least = results["at once"]
-    assert least <= len(report.anchors) and len(report.anchors) > 2
-    for gradients, other, holding in results.values():
+    first, report, (least, settled) = results["at once"]
+    assert settled <= len(report.anchors) and len(report.anchors) > 2
+    for gradients, other, (holding, at_the_end) in results.values():
         assert all(torch.equal(a, b) for a, b in zip(gradients, first, strict=True)) and other == report
         assert least <= holding <= least + rebuilding.PENDING
-    assert results["never"][2] > least or manner == "mostly open"
+        assert at_the_end == settled  # nobody waits any more
+    assert results["never"][2][0] > least or manner == "mostly open"
 
 
 @fused
 @pytest.mark.parametrize("manner", LATE)
 def test_anchors_that_the_device_decides_about_are_those_that_torch_does(manner, shake, network, monkeypatch):
     """Late, too: an anchor starts a new segment at once, so that no more are placed than needed."""
+    monkeypatch.setattr(rebuilding, "PENDING", 3)
     monkeypatch.setattr(rebuilding.Reading, "is_here", lambda _: False)
     found, expected = (climb(deep(LATE[manner], backend, shake), network)[1] for backend in ("triton", "torch"))
     assert [x._replace(predicted=0) for x in found.layers] == [x._replace(predicted=0) for x in expected.layers]

@@ -127,6 +127,8 @@ class MultiGateResidual(Residual):
             self._pass = self._pass or ForwardPass()
             new = MixingLayer(layer, self.recompute, {"gate": self.gate, **how}, self._pass)
             streams, h, trail = (mix_apart if torch.compiler.is_compiling() else mix)(new, tensors, state.trail)
+            if layer == self.n_sublayers - 1:
+                self._pass.settle()
             return h, State(layer + 1, streams, state.extra, trail)
         streams, h, _ = mix_and_pool(*tensors, gate=self.gate, **how)
         return h, State(layer + 1, streams, state.extra)

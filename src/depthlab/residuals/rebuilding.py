@@ -13,8 +13,8 @@ a graph that reaches itself through its saved variables would never be freed.
 
 Numbers decide what a layer keeps, and the host asks for them late, so that it need not wait for the device. With the
 kernels the device decides about anchors and goes on at once; the host acts on it as soon as it hears, `PENDING` layers
-later at the latest, and before a backward pass begins. What is kept so never depends on how fast anything was. In plain
-torch the host decides, before the next layer is made.
+later at the latest, and at the last layer. What is kept so never depends on how fast anything was. In plain torch the
+host decides, before the next layer is made.
 """
 
 import math
@@ -39,9 +39,10 @@ from depthlab.kernels.mgr import (
 from depthlab.kernels.mgr.reference import wide
 from depthlab.residuals.recompute import LayerKept, Recompute, Segment, unit_of_rounding
 
-# How many layers may wait for their numbers: the host can be ahead of the device by as many, and the streams of as many
-# layers are kept beside those that stay.
-PENDING = 3
+# How many layers may wait for their numbers. The host can be ahead of the device by as many; with fewer, wherever it is
+# slow the device waits. The streams of as many layers are kept beside those that stay, but not to the last layer's end,
+# after which a model's output layer needs memory most.
+PENDING = 8
 
 
 class Held(NamedTuple):
