@@ -9,11 +9,11 @@ from depthlab.residuals import Recompute
 from depthlab.runs import Cell
 
 SMALL = {"n_layers": 4, "d_model": 32, "seq_len": 16}
+CELL = Cell("c", {"preset": "toy", "n_streams": 4, "batch_size": 2, "compiled": False})
 COST = recompute_cost.recompute_cost().config | {
     "device": "cpu",
     "precision": "float32",
     "backend": "torch",
-    "batch_size": 2,
     "steps": 2,
     "rounds": 2,
     "changes": SMALL,
@@ -53,9 +53,8 @@ def test_checkpointed_blocks_keep_one_state_a_block():
 
 
 def test_a_cell_measures_the_ways_in_turns():
-    settings = {"preset": "toy", "n_streams": 4, "compiled": False}
-    results = recompute_cost.run_cell(Cell("c", settings), COST)
-    assert [(r.variant.removeprefix("toy/n-4/eager/"), r.seed) for r in results] == [
+    results = recompute_cost.run_cell(CELL, COST)
+    assert [(r.variant.removeprefix("toy/n-4/batch-2/eager/"), r.seed) for r in results] == [
         (way, turn) for turn in range(2) for way in recompute_cost.WAYS
     ]
     stored, rebuilt, checkpointed = (r.metrics for r in results[:3])
@@ -72,14 +71,17 @@ def test_what_does_not_fit_is_recorded_so(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(recompute_cost, "training_speed", full)
-    results = recompute_cost.run_cell(Cell("c", {"preset": "toy", "n_streams": 4, "compiled": False}), COST)
+    results = recompute_cost.run_cell(CELL, COST)
     assert all("does not fit" in r.diverged for r in results) and len(results) == 6
 
 
 def test_the_record_holds_all_presets_with_four_and_eight_streams():
     experiment = recompute_cost.recompute_cost()
     names = {recompute_cost.name_of(cell.settings) for cell in experiment.cells}
-    assert names == {f"{p}/n-{n}/eager" for p in "SML" for n in (4, 8)} | {"M/n-4/compiled"}
+    assert names == {f"{p}/n-{n}/batch-16/eager" for p in "SML" for n in (4, 8)} | {
+        "M/n-4/batch-16/compiled",
+        "M/n-4/batch-64/eager",
+    }
     assert recompute_cost.WAYS["rebuilt"] == (Recompute(), False)
 
 
