@@ -39,7 +39,9 @@ def test_the_gpu_record_has_both_at_two_loop_counts_from_three_seeds_a_sweep_and
             assert [plain | {"seed": seed} in cells for seed in (0, 1, 2)] == [True] * 3
         sweep = [s for s in settings(experiments.looped_rates()) if s["variant"] == variant]
         assert {0.25, 0.5, 2.0} <= {s["rate"] for s in sweep} and {s["n_loops"] for s in sweep} == {12}
-    assert experiments.looped_rates().config == config
+        low = [s for s in settings(experiments.looped_low_rate()) if s["variant"] == variant]
+        assert [(s["rate"], s["n_loops"], s["seed"]) for s in low] == [(0.25, 12, seed) for seed in (0, 1, 2)]
+    assert experiments.looped_rates().config == experiments.looped_low_rate().config == config
     controls = settings(experiments.looped_controls())
     assert sum(s.get("tied") is False for s in controls) == sum("backprop_loops" in s for s in controls) == 3
     names = [experiments.variant({**config, **s, "searched": False}) for s in [*cells, *controls]]
@@ -47,7 +49,8 @@ def test_the_gpu_record_has_both_at_two_loop_counts_from_three_seeds_a_sweep_and
     assert len({(name, s["seed"]) for name, s in zip(names, [*cells, *controls], strict=True)}) == len(names)
 
 
-ALL = ("looped_instability", "looped_rates", "looped_controls", "looped_variants", "looped_toy", "looped_toy_search")
+GPU = ("looped_instability", "looped_rates", "looped_low_rate", "looped_controls", "looped_variants")
+ALL = (*GPU, "looped_toy", "looped_toy_search")
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,7 +1,7 @@
 """The recorded runs of looped transformers: where the plain one breaks, and what does not.
 
-`depthlab runs make looped-instability`, `looped-rates`, `looped-controls`, `looped-variants` (GPU); `looped-toy`,
-`looped-toy-search` (CPU).
+`depthlab runs make looped-instability`, `looped-rates`, `looped-low-rate`, `looped-controls`, `looped-variants` (GPU);
+`looped-toy`, `looped-toy-search` (CPU).
 """
 
 import math
@@ -63,6 +63,12 @@ def looped_rates() -> Experiment:
     """LT and FLT at 12 loops and other rates, one seed: is LT's collapse a badly chosen rate?"""
     cells = grid(n_loops=[12], rate=[0.25, 0.5, 2.0], variant=["lt", "flt"], seed=[0])
     return Experiment("looped-rates", ("FLT-3", "FLT-6"), _GPU, cells, run_cell)
+
+
+def looped_low_rate() -> Experiment:
+    """LT and FLT at 12 loops and a quarter of the published rates, with as many seeds as at those."""
+    cells = grid(n_loops=[12], rate=[0.25], variant=["lt", "flt"], seed=SEEDS)
+    return Experiment("looped-low-rate", ("FLT-3", "FLT-6"), _GPU, cells, run_cell)
 
 
 def looped_controls() -> Experiment:
