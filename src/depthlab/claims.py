@@ -1,7 +1,8 @@
 """The claims ledger: data/claims.yaml -> verdicts computed from records -> tables.
 
-A verdict is never typed. Each row's rules name a metric of its record, an aggregate over seeds, a relation and a bound;
-the verdict follows. A ledger that does not fit its records is an error (LedgerError), not a verdict.
+A verdict is never typed. Each row's rules name a metric of a record, the row's unless they name their own, an aggregate
+over seeds, a relation and a bound; the verdict follows. A ledger that does not fit its records is an error
+(LedgerError), not a verdict.
 """
 
 import importlib
@@ -84,7 +85,7 @@ def row(claim_id: str) -> Row:
 
 
 def verdict(claim_id: str) -> Verdict:
-    """The verdict on one claim. LedgerError when its record is missing, stale or does not fit the rules."""
+    """The verdict on one claim. LedgerError when a record of it is missing, stale or does not fit the rules."""
     book = read_ledger()
     return _verdict(book, _find(book, claim_id), {})
 
@@ -111,26 +112,20 @@ def experiment(record_id: str) -> Experiment:
     return _experiment(read_ledger(), record_id)
 
 
-def judge(claim: Row, record: Record | None) -> Verdict:
-    """The verdict on `claim` from its record (None for a row without one); staleness is not looked at here.
+def judge(claim: Row, *records: Record | None) -> Verdict:
+    """The verdict on `claim` from the records its rules read (None for a row without one); staleness is not looked at.
 
-    Raises LedgerError when the record does not list the claim, lacks a metric, or has fewer than 3 seeds where the
-    scope is not theorem.
+    Raises LedgerError when a rule's record is not among them, does not list the claim, lacks a metric, or has fewer
+    than 3 seeds where the scope is not theorem.
     """
     if claim.not_run is not None:
         return Verdict(claim.id, "not run here")
-    if not claim.rules or record is None:
+    given = {record.id: record for record in records if record is not None}
+    if not claim.rules or not given:
         return Verdict(claim.id, "not yet")
-    if claim.id not in record.claims:
-        raise LedgerError(
-            f"Row {claim.id} uses record {record.id}, which does not list it among its claims; add it there."
-        )
-    if claim.scope != "theorem" and len(record.seeds) < MIN_SEEDS:
-        raise LedgerError(
-            f"Row {claim.id} has the scope {claim.scope} but record {record.id} has {len(record.seeds)} seed(s); a "
-            f"trained comparison needs at least {MIN_SEEDS}."
-        )
-    outcomes = tuple(_apply(claim, rule, record) for rule in claim.rules)
+    for record_id in claim.records:
+        _need_fit(claim, record_id, given.get(record_id))
+    outcomes = tuple(_apply(claim, rule, given[claim.record_of(rule)]) for rule in claim.rules)
     if all(o.holds for o in outcomes):
         return Verdict(claim.id, "reproduced at small scale" if claim.scope == "small" else "reproduced", outcomes)
     some = any(o.holds for o in outcomes if not o.rule.control)
@@ -179,7 +174,8 @@ def _details(claim: Row, found: Verdict) -> list[str]:
         return [f"- **{claim.id}**, {found}: `{claim.not_run['command']}` ({claim.not_run['cost']})"]
     if not found.outcomes:
         return []
-    title = f"- **{claim.id}**, {found.counted}. {_cell(claim.scale)}. Record `{claim.record}`."
+    records = f"Record{'s' * (len(claim.records) > 1)} {', '.join(f'`{r}`' for r in claim.records)}"
+    title = f"- **{claim.id}**, {found.counted}. {_cell(claim.scale)}. {records}."
     return [title, *(f"  - {_cell(str(outcome))}" for outcome in found.outcomes)]
 
 
@@ -187,7 +183,7 @@ def records_table() -> str:
     """The markdown table of the records the ledger's verdicts come from, with the command that makes each again."""
     book = read_ledger()
     lines = ["| record | made again by | cost | made on | at commit |", "|---|---|---|---|---|"]
-    for record_id in sorted({r.record for r in book.rows if r.rules and r.record}):
+    for record_id in sorted({record_id for r in book.rows for record_id in r.records}):
         record = current_record(record_id, book)
         machine = ", ".join(record.hardware.get("gpus", [])[:1]) or record.hardware["cpu"]
         commit = record.commit[:10] + ("" if record.clean else " with local changes")
@@ -258,9 +254,24 @@ def _fill(text: str, path: Path, name: str, content: str) -> str:
 
 
 def _verdict(book: Ledger, claim: Row, seen: dict[str, Record]) -> Verdict:
-    if claim.rules and claim.record not in seen:
-        seen[claim.record] = current_record(claim.record, book)
-    return judge(claim, seen[claim.record] if claim.rules else None)
+    for record_id in claim.records:
+        if record_id not in seen:
+            seen[record_id] = current_record(record_id, book)
+    return judge(claim, *(seen[record_id] for record_id in claim.records))
+
+
+def _need_fit(claim: Row, record_id: str, record: Record | None) -> None:
+    if record is None:
+        raise LedgerError(f"Row {claim.id} has a rule on record {record_id}, which is not among the records given.")
+    if claim.id not in record.claims:
+        raise LedgerError(
+            f"Row {claim.id} uses record {record.id}, which does not list it among its claims; add it there."
+        )
+    if claim.scope != "theorem" and len(record.seeds) < MIN_SEEDS:
+        raise LedgerError(
+            f"Row {claim.id} has the scope {claim.scope} but record {record.id} has {len(record.seeds)} seed(s); a "
+            f"trained comparison needs at least {MIN_SEEDS}."
+        )
 
 
 def _apply(claim: Row, rule: Rule, record: Record) -> Outcome:

@@ -24,7 +24,8 @@ class Rule:
     """`aggregate` over seeds of `metric` (less `minus`, seed by seed) must stand in `relation` to `bound`.
 
     A `control` is a condition of the experiment (the network learns), not a part of the claim: it cannot earn a
-    verdict, and where it fails the claim is at most partly reproduced.
+    verdict, and where it fails the claim is at most partly reproduced. `record` is where the numbers are from, the
+    row's record unless given.
     """
 
     metric: str
@@ -34,6 +35,7 @@ class Rule:
     says: str
     minus: str | None = None
     control: bool = False
+    record: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ class Row:
     record: str | None = None
     rules: tuple[Rule, ...] = ()
     not_run: dict[str, str] | None = None
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Ids of the records that the rules read, each once, in the rules' order."""
+        return tuple(dict.fromkeys(self.record_of(rule) for rule in self.rules))
+
+    def record_of(self, rule: Rule) -> str:
+        """Id of the record that `rule`, one of this row's, reads."""
+        return rule.record or self.record
 
 
 @dataclass(frozen=True)
@@ -91,8 +102,10 @@ def read_ledger(text: str | None = None) -> Ledger:
     for claim in book.rows:
         if claim.paper not in papers:
             raise LedgerError(f"Row {claim.id} has the paper '{claim.paper}'; the papers are {', '.join(papers)}.")
-        if claim.record is not None and claim.record not in book.records:
-            raise LedgerError(f"Row {claim.id} uses record '{claim.record}', which section records does not list.")
+        used = [claim.record] if claim.record is not None else []
+        for record_id in [*used, *claim.records]:
+            if record_id not in book.records:
+                raise LedgerError(f"Row {claim.id} uses record '{record_id}', which section records does not list.")
     twice = [claim for claim, count in Counter(claim.id for claim in book.rows).items() if count > 1]
     if twice:
         raise LedgerError(f"Row {twice[0]} appears twice in claims.yaml; keep one.")
@@ -128,7 +141,8 @@ def _row(data: Any) -> Row:
 
 def _rule(where: str, data: Any) -> Rule:
     texts = {"metric", "aggregate", "relation", "says"}
-    _need_fields(f"A rule of {where}", data, texts | {"bound"}, {"minus", "control"}, texts=texts | {"minus"})
+    optional = {"minus", "control", "record"}
+    _need_fields(f"A rule of {where}", data, texts | {"bound"}, optional, texts=texts | {"minus", "record"})
     if not isinstance(data.get("control", False), bool):
         raise LedgerError(f"{where} has control: {data['control']!r}; give true, or leave it out.")
     if data["aggregate"] not in AGGREGATES:
