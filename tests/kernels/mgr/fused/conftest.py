@@ -45,6 +45,8 @@ def device() -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, or Triton's interpreter: `make kernels`")
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    torch.cuda.set_device(worker % torch.cuda.device_count())  # workers take turns among the GPUs
     return torch.device("cuda")
 
 

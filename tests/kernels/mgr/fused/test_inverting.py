@@ -119,7 +119,9 @@ def test_where_mixing_rounds_nothing_the_very_streams_and_gradients_come_back(fu
     inputs = coarse(fused, dtype)
     (_, beta), upstream, (streams, *grads) = fused.invert("independent", inputs, above=None, normalize=True)
     assert (beta - beta.new_tensor([1 / 8, 1 / 4, 1 / 2, 3 / 4])).abs().max() <= 1e-7
-    assert torch.equal(streams, inputs[0])
+    # A GPU's gates may be off by a roundoff, of which a stream that is 0 shows a trace; all other values are the same.
+    assert (streams - inputs[0]).abs().max() <= (0 if fused.interpreted else 1e-6)
+    assert torch.equal(streams[inputs[0] != 0], inputs[0][inputs[0] != 0])
     _, true = fused.with_gradients(lambda x: fused.run("independent", x, normalize=True), inputs, upstream)
     pairs = list(zip(fused.names("independent")[3:], grads, true, strict=True))
     if fused.interpreted:  # a GPU's compiler may fuse other multiplications and additions
