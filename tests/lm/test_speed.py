@@ -1,12 +1,14 @@
 """The speed of training: counted tokens, a plausible time, every setting once."""
 
 import time
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 
 from depthlab.lm import GPT, GPTConfig, mfu, speed
-from depthlab.runs import Cell
+from depthlab.runs import Cell, load
 
 CONFIG = GPTConfig.preset("toy", residual="prenorm", n_layers=1, d_model=32, seq_len=32)
 
@@ -58,3 +60,18 @@ def test_what_does_not_fit_in_memory_is_a_row_that_says_so(monkeypatch):
     chosen = {"preset": "toy", "residual": "prenorm", "backend": "auto", "compiled": False, "batch_size": 1}
     found = speed.run_cell(Cell("c", chosen), small)
     assert [result.diverged for result in found] == ["It does not fit in the device's memory."] * 2
+
+
+def test_the_readme_shows_the_record():
+    record = load(speed.ID)
+    shown = []
+    for name in record.metrics:
+        preset, scheme, how, batch = name.split("/")
+        metrics = ("ms_per_step", "tokens_per_s", "mfu", "memory_gib")
+        ms, tokens, share, gib = (median(record.values(f"{name}.{metric}")) for metric in metrics)
+        row = f"| {scheme} | {batch.removeprefix('batch-')} | {how} | {ms:.0f} | {tokens:,.0f} | {share:.2f} | {gib:.1f} |"
+        shown += [row] if preset == "S" else []
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert len(shown) == 7 and "\n".join(shown) in readme
+    assert f"share of {record.config['peak_tflops']:.0f} TFLOP/s" in readme
+    assert min(record.values("S/prenorm/compiled/batch-16.mfu")) >= 0.4
