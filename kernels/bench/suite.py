@@ -80,7 +80,7 @@ def run_suite() -> dict[str, float]:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={report}", "tests/kernels/mgr"]
         workers = _WORKERS * torch.cuda.device_count()
-    command += ["-n", str(workers)] if importlib.util.find_spec("xdist") else []
+        command += ["-n", str(workers)] if importlib.util.find_spec("xdist") else []
         done = subprocess.run(command, cwd=root, env=environment, timeout=_TIMEOUT_S)
         if not report.is_file():
             raise RuntimeError(f"pytest ended with code {done.returncode} and no report")

@@ -50,6 +50,14 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def memory_goes_back():
+    """A GPU is shared by many workers: what a large case took is free for the others' afterwards."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def patched_once():
     """Halve the interpreter's time: at each call of a function it looks through all of triton.language for what to
