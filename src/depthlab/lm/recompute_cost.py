@@ -61,8 +61,8 @@ def recompute_cost() -> Experiment:
         "precision": "bfloat16",
         "residual": "mgr-competitive",
         "backend": "triton",
-        "warm_up": 2,
-        "steps": 10,
+        "warm_up": 1,
+        "steps": 5,
         "rounds": 3,
         "changes": {},
     }
