@@ -19,10 +19,10 @@ PROGRAMS = 128  # at most, about one for each multiprocessor; one more program a
 class Carried(NamedTuple):
     """What rounding adds up to from the bottom of a segment to one layer; on the device.
 
-    state: [3, .., n] float32: of every row the growth, V, and the largest V of its parts that ended below; as the next
-    layer takes them on. numbers: [3 + n] float32: the predicted relative error with this layer; how many gates are
-    above the ceiling; 1 where the segment ends here, so that the next layer starts anew, else 0; and for each stream
-    the smallest of the segment's sums of mean squares.
+    state: [4, .., n] float32: of every row the growth, V, the smallest mean square of its inputs, and the largest V
+    relative to that of its parts that ended below; as the next layer takes them on. numbers: [3] float32: the
+    predicted relative error with this layer; how many gates are above the ceiling; 1 where the segment ends here, so
+    that the next layer starts anew, else 0.
     """
 
     state: Tensor
@@ -56,10 +56,10 @@ def carry_rounding(
     n_pad = power_of_two(n)
     block = BLOCK_ROWS // n_pad
     programs = min(PROGRAMS, max(1, math.ceil(tokens / block)))
-    made = Carried(beta.new_empty((3, *beta.shape)), beta.new_empty(3 + n))
-    sums = beta.new_empty((programs, 2 * n + 1))
+    made = Carried(beta.new_empty((4, *beta.shape)), beta.new_empty(3))
+    sums = beta.new_empty((programs, n + 1))
     state, numbers = made if below is None else below  # what a segment begins with is not read
-    shape = {"FRESH": below is None, "N": n, "N_PAD": n_pad}
+    shape = {"N": n, "N_PAD": n_pad}
     with torch.cuda.device_of(beta):
         kernels.carry_kernel[(programs,)](
             beta,
@@ -72,10 +72,11 @@ def carry_rounding(
             tokens,
             max_gate,
             CHOOSES=chosen is not None,
+            FRESH=below is None,
             BLOCK=block,
             **shape,
         )
         kernels.decide_kernel[(1,)](
-            sums, numbers, made.numbers, programs, beta.numel(), sigma, tolerance, PROGRAMS=PROGRAMS, **shape
+            sums, made.numbers, programs, beta.numel(), sigma, tolerance, PROGRAMS=PROGRAMS, **shape
         )
     return made

@@ -8,8 +8,6 @@ The mathematics: `depthlab.residuals.recompute`. Upper case is fixed when a kern
 import triton
 import triton.language as tl
 
-from depthlab.kernels.mgr.tiles import load_numbers
-
 COUNTS = ["n_tokens", "n_programs", "n_rows"]  # one compiled kernel for all of them
 
 
@@ -18,10 +16,10 @@ def carry_kernel(
     beta_ptr,  # [tokens, N]
     kept_ptr,  # [tokens, 4 N + 1]: rho, a, r_m, z, r
     chosen_ptr,  # [tokens, N] bool, rows that are kept whatever their gates; if CHOOSES
-    below_ptr,  # [3, tokens, N]: growth, variance, closed up to the layer below; unless FRESH
-    numbers_ptr,  # [3 + N] of the layer below, as `decide_kernel` says; unless FRESH
-    carried_ptr,  # [3, tokens, N]: the same with this layer, and without the rows that it keeps
-    sums_ptr,  # [programs, 2 N + 1]: of V, of the input's mean squares, and how many gates are above the ceiling
+    below_ptr,  # [4, tokens, N]: growth, variance, least, closed up to the layer below; unless FRESH
+    numbers_ptr,  # [3] of the layer below, as `decide_kernel` says; unless FRESH
+    carried_ptr,  # [4, tokens, N]: the same with this layer, and without the rows that it keeps
+    sums_ptr,  # [programs, N + 1]: of V relative to the rows, and how many gates are above the ceiling
     n_tokens,
     max_gate,
     CHOOSES: tl.constexpr,
@@ -32,9 +30,8 @@ def carry_kernel(
 ):
     rows = tl.arange(0, N_PAD)[None, :]
     size = tl.cast(n_tokens, tl.int64) * N
-    sum_v = tl.zeros([N_PAD], tl.float32)
-    sum_before = sum_v
-    n_open = sum_v
+    sum_shares = tl.zeros([N_PAD], tl.float32)
+    n_open = sum_shares
     ended = 0.0
     if not FRESH:
         ended = tl.load(numbers_ptr + 2)
@@ -53,60 +50,53 @@ def carry_kernel(
         below = tl.full([BLOCK, N_PAD], 1.0, tl.float32)
         variance = tl.zeros([BLOCK, N_PAD], tl.float32)
         closed = variance
+        least = tl.full([BLOCK, N_PAD], float("inf"), tl.float32)
         if not FRESH:
             below = tl.where(ended > 0.0, below, tl.load(below_ptr + at, mask=mask, other=1.0))
             variance = tl.where(ended > 0.0, variance, tl.load(below_ptr + size + at, mask=mask, other=0.0))
-            closed = tl.where(ended > 0.0, closed, tl.load(below_ptr + 2 * size + at, mask=mask, other=0.0))
+            least = tl.where(ended > 0.0, least, tl.load(below_ptr + 2 * size + at, mask=mask, other=1.0))
+            closed = tl.where(ended > 0.0, closed, tl.load(below_ptr + 3 * size + at, mask=mask, other=0.0))
 
         left = 1.0 - tl.where(keeps, 0.0, beta)
         growth = below / (left * left)
         variance = variance + growth / (r_m * r_m) + below * before
-        largest = tl.maximum(closed, variance, propagate_nan=tl.PropagateNan.ALL)
-        sum_v += tl.sum(tl.where(mask, largest, 0.0), 0)
-        sum_before += tl.sum(tl.where(mask, before, 0.0), 0)
+        least = tl.minimum(least, before, propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(closed, variance / least, propagate_nan=tl.PropagateNan.ALL)
+        sum_shares += tl.sum(tl.where(mask, largest, 0.0), 0)
         n_open += tl.sum((is_open & mask).to(tl.float32), 0)
         tl.store(carried_ptr + at, tl.where(keeps, 1.0, growth), mask=mask)
         tl.store(carried_ptr + size + at, tl.where(keeps, 0.0, variance), mask=mask)
-        tl.store(carried_ptr + 2 * size + at, tl.where(keeps, largest, closed), mask=mask)
+        tl.store(carried_ptr + 2 * size + at, tl.where(keeps, float("inf"), least), mask=mask)
+        tl.store(carried_ptr + 3 * size + at, tl.where(keeps, largest, closed), mask=mask)
 
     row = tl.arange(0, N_PAD)
-    own_ptr = sums_ptr + tl.program_id(0) * (2 * N + 1)
-    tl.store(own_ptr + row, sum_v, mask=row < N)
-    tl.store(own_ptr + N + row, sum_before, mask=row < N)
-    tl.store(own_ptr + 2 * N, tl.sum(n_open, 0))
+    own_ptr = sums_ptr + tl.program_id(0) * (N + 1)
+    tl.store(own_ptr + row, sum_shares, mask=row < N)
+    tl.store(own_ptr + N, tl.sum(n_open, 0))
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def decide_kernel(
-    sums_ptr,  # [programs, 2 N + 1], from `carry_kernel`
-    below_ptr,  # [3 + N], the layer below's; unless FRESH
-    numbers_ptr,  # [3 + N]: predicted error, gates above the ceiling, 1 if the segment ends here; least sums of squares
+    sums_ptr,  # [programs, N + 1], from `carry_kernel`
+    numbers_ptr,  # [3]: predicted error, gates above the ceiling, 1 if the segment ends here
     n_programs,
     n_rows,
     sigma,
     tolerance,
-    FRESH: tl.constexpr,
     N: tl.constexpr,
     N_PAD: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     rows = tl.arange(0, N_PAD)
     program = tl.arange(0, PROGRAMS)
-    own_ptr = sums_ptr + program * (2 * N + 1)
+    own_ptr = sums_ptr + program * (N + 1)
     own_mask = program < n_programs
     mask = own_mask[:, None] & (rows < N)[None, :]
-    tile_ptr = own_ptr[:, None] + rows[None, :]
-    v = tl.sum(tl.load(tile_ptr, mask=mask, other=0.0), 0)
-    least = tl.sum(tl.load(tile_ptr + N, mask=mask, other=0.0), 0)
-    n_open = tl.sum(tl.load(own_ptr + 2 * N, mask=own_mask, other=0.0), 0)
-    if not FRESH:
-        lower = tl.where(tl.load(below_ptr + 2) > 0.0, least, load_numbers(below_ptr + 3, rows, N))
-        least = tl.where(lower < least, lower, least)
-    share = tl.where(v > 0.0, v / tl.where(v > 0.0, least, 1.0), v)
+    share = tl.sum(tl.load(own_ptr[:, None] + rows[None, :], mask=mask, other=0.0), 0) * N / tl.maximum(n_rows, 1)
+    n_open = tl.sum(tl.load(own_ptr + N, mask=own_mask, other=0.0), 0)
     share = tl.where(share == share, share, float("inf"))  # not a number is no promise
     predicted = sigma * tl.sqrt(tl.max(share, 0))
     ends = (2.0 * n_open > n_rows) | (predicted > tolerance)
     tl.store(numbers_ptr, predicted)
     tl.store(numbers_ptr + 1, n_open)
     tl.store(numbers_ptr + 2, ends.to(tl.float32))
-    tl.store(numbers_ptr + 3 + rows, least, mask=rows < N)

@@ -24,7 +24,7 @@ def hand_out(monkeypatch, open_gates=0.0):
     """No kernel runs: every layer gets the same streams, gates and numbers, some of which were above the ceiling."""
     streams, row = torch.ones(TOKENS, STREAMS, WIDTH), torch.ones(TOKENS, WIDTH)
     beta, kept = torch.rand(TOKENS, STREAMS), torch.ones(TOKENS, 4 * STREAMS + 1)
-    carried = mgr.Carried(torch.ones(3, TOKENS, STREAMS), torch.tensor([1e-5, open_gates, 0, *[1] * STREAMS]))
+    carried = mgr.Carried(torch.ones(4, TOKENS, STREAMS), torch.tensor([1e-5, open_gates, 0]))
     weights = torch.ones(WIDTH), torch.ones(1), torch.ones(WIDTH)
 
     def forward(*_, **__):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from depthlab.residuals import LayerKept, Recompute, RecomputeReport, build, rebuild
-from depthlab.residuals.recompute import Segment
+from depthlab.residuals.recompute import Segment, predicted
 from depthlab.theory import unit_roundoff
 
 WIDTH, LAYERS, STREAMS = 32, 40, 4
@@ -50,13 +50,15 @@ def rms(x):
 
 
 def measured(state, true):
-    """(the largest error over its bound, the largest relative error of a stream)."""
+    """(the largest error over its bound, the largest relative error of a stream, RMS over its rows' own).
+
+    A row's size is the one that RMSNorm divides by, so that a row of zeros has one."""
     beyond = relative = 0.0
     for found in rebuild(state):
         error, size = rms(found.streams.double() - true[found.layer].double()), rms(true[found.layer])
         assert (error[found.bound == 0] == 0).all()
         beyond = max(beyond, float(torch.where(error > 0, error / found.bound, 0).max()))
-        relative = max(relative, float((error.square().sum((0, 1)) / size.square().sum((0, 1))).max().sqrt()))
+        relative = max(relative, float((error.square() / (size.square() + 1e-6)).mean((0, 1)).max().sqrt()))
     return beyond, relative
 
 
@@ -105,10 +107,10 @@ def test_the_prediction_is_near_the_error_and_seldom_below_it(gate, case, dtype)
     for recompute in (NOWHERE, Recompute(anchor_every=8), Recompute(anchor_every=None, top_p=0.05)):
         residual = opened(gate, recompute, logit)
         state, true = run(residual, dtype, update=update)
-        relative, predicted = measured(state, true)[1], residual.recompute_report().predicted
-        if predicted < 0.3:  # beyond, errors come back to the gates of nothing: there is no number to be near to
-            assert relative < predicted
-            assert update or relative > predicted / 40
+        relative, foreseen = measured(state, true)[1], residual.recompute_report().predicted
+        if foreseen < 0.3:  # beyond, errors come back to the gates of nothing: there is no number to be near to
+            assert relative < foreseen
+            assert update or relative > foreseen / 40
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,6 +132,35 @@ def test_auto_keeps_the_error_under_its_tolerance_with_no_more_anchors_than_need
         assert report.anchors == plain.recompute_report().anchors
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_huge_token_does_not_hide_what_becomes_of_the_others(dtype):
+    """An attention sink whose gates are shut: it has no error, and relative to its size nobody else has."""
+    anchors = []
+    for size in (1, 300):
+        residual, g = opened("independent", Recompute(), -1.0, spread=0.3), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for own in residual.residual_layers[STREAMS - 1 :]:
+                own.w_gate[0] = -40.0
+        sink = torch.zeros(2, 16, WIDTH)
+        sink[:, 0, 0] = size * WIDTH**0.5
+
+        def draw(g=g):
+            x = torch.randn(2, 16, WIDTH, generator=g)
+            x[..., 0] = 0
+            return x
+
+        h, state = residual.start((draw() + sink).to(dtype).requires_grad_())
+        true = []
+        for layer in range(LAYERS):
+            true.append(state.streams.detach())
+            h, state = residual.step(layer, (draw() + (sink if layer < STREAMS - 1 else 0)).to(dtype), state)
+        for found in rebuild(state):
+            error, whole = rms(found.streams.double() - true[found.layer].double()), rms(true[found.layer])
+            assert (error / whole)[:, 1:].square().mean((0, 1)).max().sqrt() < Recompute().tolerance_of(dtype)
+        anchors.append(residual.recompute_report().anchors)
+    assert anchors[0] == anchors[1] and len(anchors[0]) > 1
+
+
 def test_the_segment_adds_up_what_its_two_lines_of_mathematics_say():
     g = torch.Generator().manual_seed(1)
     beta, before, after = torch.rand(3, 5, 2, 4, generator=g, dtype=torch.float64) * 0.5
@@ -143,11 +174,10 @@ def test_the_segment_adds_up_what_its_two_lines_of_mathematics_say():
     for i in reversed(range(3)):  # downwards, as the errors go
         v = (v + after[i]) / (1 - gates[i]).square() + before[i]
     torch.testing.assert_close(segment.variance, v)
-    torch.testing.assert_close(segment.sums(), v.sum(0))
-    found = segment.with_least(before[0].sum(0).tolist()).predicted(
-        segment.sums().tolist(), torch.bfloat16, torch.float32
-    )
-    assert found == pytest.approx((2**-8 + 2**-24) / math.sqrt(3) * (v.sum(0) / before[0].sum(0)).max().sqrt().item())
+    shares = (v / before[:3].amin(0)).mean(0)
+    torch.testing.assert_close(segment.shares(), shares)
+    found = predicted(shares.tolist(), torch.bfloat16, torch.float32)
+    assert found == pytest.approx((2**-8 + 2**-24) / math.sqrt(3) * shares.max().sqrt().item())
 
 
 def test_a_kept_row_ends_its_chain_and_starts_another():
@@ -155,17 +185,19 @@ def test_a_kept_row_ends_its_chain_and_starts_another():
     kept = torch.tensor([[True, False]])
     segment = Segment().with_layer(0.5 * ones, ones, ones, kept & False)
     assert segment.variance.tolist() == [[5, 5]]
-    segment = segment.with_layer(0.5 * ones, ones, ones, kept).without_rows(kept)
-    assert segment.variance.tolist() == [[0, 5 + 16 + 4]] and segment.growth.tolist() == [[1, 16]]
-    segment = segment.with_layer(0.5 * ones, ones, ones, kept & False)
-    assert segment.variance[0, 0] == 5 and segment.sums()[0] >= 9  # the closed part is remembered
+    segment = segment.with_layer(0.5 * ones, 0.5 * ones, ones, kept).without_rows(kept)
+    assert segment.variance.tolist() == [[0, 5 + 16 + 2]] and segment.growth.tolist() == [[1, 16]]
+    assert segment.least.tolist() == [[math.inf, 0.5]]
+    segment = segment.with_layer(0.5 * ones, 4 * ones, ones, kept & False)
+    assert segment.variance[0, 0] == 4 + 4 and segment.least[0, 0] == 4
+    assert segment.shares()[0] == (5 + 4 + 2) / 0.5  # of the closed part, which is remembered, not 8 / 4
 
 
 def test_a_prediction_that_is_no_number_is_infinite_and_makes_an_anchor():
-    assert Segment(least=(0.0, 1.0)).predicted([0.0, 0.0], torch.float32, torch.float32) == 0
-    assert Segment(least=(1.0,)).predicted([math.nan], torch.float32, torch.float32) == math.inf
-    for predicted in (math.nan, math.inf):
-        assert Recompute().is_anchor(1, 8, 0, predicted, torch.float32)
+    assert predicted([0.0, 0.0], torch.float32, torch.float32) == 0
+    assert predicted([math.nan, 1.0], torch.float32, torch.float32) == math.inf
+    for error in (math.nan, math.inf):
+        assert Recompute().is_anchor(1, 8, 0, error, torch.float32)
 
 
 # ---- what is kept

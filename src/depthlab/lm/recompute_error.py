@@ -94,7 +94,7 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
             model.residual.recompute = Recompute(top_p=top_p, anchor_every=anchors)
             found, streams, true = backward(model, batch, precision)
             report = model.residual.recompute_report()
-            metrics = {**gradient_errors(found, exact), **stream_errors(streams, true)}
+            metrics = {**gradient_errors(found, exact), **stream_errors(streams, true, model.residual.eps)}
             metrics |= {"predicted": report.predicted, "kept": report.share, "anchors": len(report.anchors)}
             bad = sorted(name for name, value in metrics.items() if not abs(value) < float("inf"))
             diverged = f"Errors grew beyond all numbers: {', '.join(bad)}." if bad else ""
@@ -180,16 +180,16 @@ def group_of(name: str) -> str:
     return next(group for part, group in GROUPS.items() if part in name)
 
 
-def stream_errors(rebuilt: list[RebuiltStreams], true: dict[int, Tensor]) -> dict[str, float]:
-    """The largest error of a layer's stream and its largest bound, RMS over tokens and channels, both relative to the
-    true stream; and the largest share of its bound that the error of a row came to."""
+def stream_errors(rebuilt: list[RebuiltStreams], true: dict[int, Tensor], eps: float) -> dict[str, float]:
+    """The largest relative error of a layer's stream and its largest relative bound, RMS over its rows' own; and the
+    largest share of its bound that the error of a row came to. A row's size is what RMSNorm divides by, with `eps`."""
     worst = {"stream_error": 0.0, "bound": 0.0, "share_of_bound": 0.0}
     for one in rebuilt:
         t = true[one.layer].double()
         error, size = (x.square().mean(-1) for x in (one.streams.double() - t, t))  # [.., n]
-        sums = [x.reshape(-1, x.shape[-1]).sum(0) for x in (error, one.bound.square(), size)]
+        relative, bound = ((x / (size + eps)).flatten(0, -2).mean(0) for x in (error, one.bound.square()))  # [n]
         share = torch.where(error > 0, error.sqrt() / one.bound, 0)
-        found = (sums[0] / sums[2]).max().sqrt(), (sums[1] / sums[2]).max().sqrt(), share.max()
+        found = relative.max().sqrt(), bound.max().sqrt(), share.max()
         worst = {name: max(value, float(new)) for (name, value), new in zip(worst.items(), found, strict=True)}
     return worst
 

@@ -37,7 +37,7 @@ from depthlab.kernels.mgr import (
     unmix,
 )
 from depthlab.kernels.mgr.reference import wide
-from depthlab.residuals.recompute import LayerKept, Recompute, Segment, unit_of_rounding
+from depthlab.residuals.recompute import LayerKept, Recompute, Segment, predicted, unit_of_rounding
 
 # How many layers may wait for their numbers. The host can be ahead of the device by as many; with fewer, wherever it is
 # slow the device waits. The streams of as many layers are kept beside those that stay, but not to the last layer's end,
@@ -72,16 +72,20 @@ class Lease:
 
 
 class Trail(NamedTuple):
-    """Which layer made a state's streams, if it is still there, and which tensor these were."""
+    """Which layer made a state's streams, if it is still there, which tensor these were, and in which forward pass."""
 
     made_by: "weakref.ref[MixingLayer]"
     streams: "weakref.ref[Tensor]"
     version: int
+    forward_pass: "ForwardPass"
 
     def maker_of(self, streams: Tensor) -> "MixingLayer | None":
         """The layer, unless the caller has changed or replaced the streams."""
         same = self.streams() is streams and self.version == streams._version
         return self.made_by() if same else None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of a state, or one from a file, begins anew
 
 
 class ForwardPass:
@@ -202,7 +206,6 @@ class MixingLayer:
 
     def _add_up(self, start: Segment, mixed: Tensor, before: Tensor | None) -> None:
         """In plain torch; before: |s|^2 / C + eps of the input [.., n], None where it is not known."""
-        n = mixed.shape[-2]
         if before is None:
             before = self._mean_square(self.input.tensor)
         self.mean_square = self._mean_square(mixed)
@@ -210,7 +213,7 @@ class MixingLayer:
         kept = self.wide_open if self.chosen is None else self._with(self.chosen)
         self.segment = start.with_layer(self.beta, before, self.mean_square, kept)
         count = self.wide_open.sum(dtype=before.dtype).reshape(1)
-        self.reading = Reading(torch.cat([self.segment.sums(), before.reshape(-1, n).sum(0), count]))
+        self.reading = Reading(torch.cat([count, self.segment.shares()]))
 
     def _mean_square(self, streams: Tensor) -> Tensor:
         return wide(streams)[0].square().mean(-1) + self.how["eps"]
@@ -218,11 +221,11 @@ class MixingLayer:
     def settle(self) -> None:
         """Keep what must be kept of the input, now that another layer follows."""
         rows, streams = self.beta.numel(), self.input.get("input", self.layer)
-        kept, predicted = rows, 0.0
+        kept, error = rows, 0.0
         if not self.is_anchor:
-            kept, predicted = self._decide()
+            kept, error = self._decide()
         if self.is_anchor:
-            self.segment, kept, predicted = None, rows, 0.0
+            self.segment, kept, error = None, rows, 0.0
         elif kept:
             self._keep_rows(streams, kept)
         below = self.maker()
@@ -231,24 +234,23 @@ class MixingLayer:
             below.above = below.above or (None if self.is_anchor else self)  # of several that follow, any will do
         self.input = self.input if self.is_anchor else None
         self.reading = self.wide_open = self.chosen = None
-        self.enter("anchor" if self.is_anchor else "rows", kept, predicted)
+        self.enter("anchor" if self.is_anchor else "rows", kept, error)
 
     def _decide(self) -> tuple[int, float]:
         """How many rows to keep, and the predicted error; whether this layer is an anchor, by what has been heard."""
-        rows, n, dtype, numbers = self.beta.numel(), self.beta.shape[-1], self.update.tensor.dtype, self.reading.get()
+        rows, dtype, numbers = self.beta.numel(), self.update.tensor.dtype, self.reading.get()
         if self.is_fused():
-            predicted, n_wide_open, ends, *_ = numbers
+            error, n_wide_open, ends = numbers
         else:
-            n_wide_open = numbers[-1]
-            self.segment = self.segment.with_least(numbers[n : 2 * n])
-            predicted = self.segment.predicted(numbers[:n], dtype, self.beta.dtype)
+            n_wide_open, *shares = numbers
+            error = predicted(shares, dtype, self.beta.dtype)
         exact = n_wide_open < 2**24  # float32 counts so far; beyond, take some more
         kept = max(self.least_rows, math.ceil(n_wide_open * (1 if exact else 1 + 1e-6)))
         if self.is_fused():
             self.is_anchor = ends > 0  # as the next layers on the device have taken it
         else:
-            self.is_anchor = self.recompute.is_anchor(self.count, rows, kept, predicted, dtype)
-        return kept, predicted
+            self.is_anchor = self.recompute.is_anchor(self.count, rows, kept, error, dtype)
+        return kept, error
 
     def _keep_rows(self, streams: Tensor, kept: int) -> None:
         """Copy the `kept` rows with the largest gates."""
@@ -263,11 +265,11 @@ class MixingLayer:
         """[.., n], True for `chosen` and for every gate above the ceiling."""
         return self.wide_open.flatten().index_fill(0, chosen, True).view_as(self.wide_open)
 
-    def enter(self, kind: str, kept: int, predicted: float) -> None:
+    def enter(self, kind: str, kept: int, error: float) -> None:
         """Put this layer into the report."""
         update = self.update.tensor
         row, whole = update.shape[-1] * update.element_size(), update.numel() * update.element_size()
-        entry = LayerKept(self.layer, kind, self.beta.numel(), kept, row, whole, predicted)
+        entry = LayerKept(self.layer, kind, self.beta.numel(), kept, row, whole, error)
         self.forward_pass.kept[self.layer] = entry
 
     # ---- gradients
@@ -362,7 +364,7 @@ def can_rebuild(*tensors: Tensor) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True  # `mix` breaks the graph
-    traced = torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0
+    traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0
     return not traced and not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 
 
@@ -380,14 +382,13 @@ def mix(new: MixingLayer, tensors: tuple[Tensor, ...], trail: Trail | None) -> t
     below = None if trail is None else trail.maker_of(tensors[0])
     if below is not None:
         new.follow(below)
+        below.output, below.is_rebuilt = tensors[0].detach(), False  # even if this layer fails from here on
     lease = Lease(new)
     new.lease = weakref.ref(lease)
     with saved_tensors_hooks(lambda _: lease, _ticket):
         mixed, pooled = _Mixing.apply(new, *tensors)
-    if below is not None:
-        below.output, below.is_rebuilt = new.input.tensor, False
     new.enter("newest", new.beta.numel(), 0.0)
-    return mixed, pooled, Trail(weakref.ref(new), weakref.ref(mixed), mixed._version)
+    return mixed, pooled, Trail(weakref.ref(new), weakref.ref(mixed), mixed._version, new.forward_pass)
 
 
 mix_apart = torch.compiler.disable(mix)

@@ -12,9 +12,11 @@ independent and uniform, so that their squares add up: V is the mean square of a
 sqrt(3), where v is the unit roundoff of the arithmetic, whose own roundings count in float32. Both are linear, so the
 forward pass can carry them upwards: with P the product of 1 / (1 - beta)^2 over the layers taken in so far, layer l
 adds sigma^2 (|s'|^2 P_with_l + |s|^2 P_without_l) / C to V at the bottom of its segment. A segment reaches from one
-anchor, a layer whose input is kept, to the next. V is compared with the stream where it is smallest in the segment, so
-the prediction is high for a stream that fades. `Segment` needs no pass over the streams; the bound, with every rounding
-of the arithmetic in it, is that of `depthlab.residuals.rebuild`.
+anchor, a layer whose input is kept, to the next. Reads and gates see every row by its direction (RMSNorm), so a row's V
+counts relative to that row: to |s|^2 / C + eps where that is smallest in the segment, which is high for a row that
+fades. Relative to all tokens together, a few huge ones (attention sinks) would hide what becomes of the others.
+`Segment` needs no pass over the streams; the bound, with every rounding of the arithmetic in it, is that of
+`depthlab.residuals.rebuild`.
 
 Source: arXiv 2605.23259 ("fallback inversion", of which the summary says that the top-p gates' values are saved); the
 model and its use are ours.
@@ -79,7 +81,7 @@ class Recompute:
 
     def _check_anchors(self) -> None:
         every = self.anchor_every
-        if every is None or every == "auto":
+        if every is None or (isinstance(every, str) and every == "auto"):
             return
         if isinstance(every, bool) or not isinstance(every, Integral):
             raise TypeError(f"anchor_every={every!r} is no number of layers; use one of at least 1, 'auto' or None.")
@@ -117,14 +119,14 @@ class Segment:
     """What rounding adds up to from the bottom of a segment to its newest layer; a new one for every layer.
 
     growth: [.., n], the product P of 1 / (1 - beta)^2 over a row's layers. variance: [.., n], V in units of sigma^2.
-    closed: [.., n], the largest V of a row's parts that ended below rows which are kept. least: for each stream the
-    smallest of its layers' sums of mean squares over the tokens. None: not yet.
+    least: [.., n], the smallest mean square of the row's inputs. closed: [.., n], the largest V / least of a row's
+    parts that ended below rows which are kept. None: not yet.
     """
 
     growth: Tensor | None = None
     variance: Tensor | None = None
+    least: Tensor | None = None
     closed: Tensor | None = None
-    least: tuple[float, ...] | None = None
 
     def with_layer(self, beta: Tensor, before: Tensor, after: Tensor, kept: Tensor) -> "Segment":
         """This segment and one more layer; beta, mean squares of its input and output, rows that it keeps, [.., n]."""
@@ -132,32 +134,31 @@ class Segment:
         growth = carried.reciprocal() if self.growth is None else self.growth / carried
         variance = growth * after if self.variance is None else torch.addcmul(self.variance, growth, after)
         variance = variance + before if self.growth is None else torch.addcmul(variance, self.growth, before)
-        return replace(self, growth=growth, variance=variance)
+        least = before if self.least is None else torch.minimum(self.least, before)
+        return replace(self, growth=growth, variance=variance, least=least)
 
     def without_rows(self, kept: Tensor) -> "Segment":
         """The same after its newest layer kept these rows [.., n]: what comes from above ends there."""
-        closed = self.variance.masked_fill(~kept, 0)
+        closed = (self.variance / self.least).masked_fill(~kept, 0)
         return Segment(
             self.growth.masked_fill(kept, 1),
             self.variance.masked_fill(kept, 0),
+            self.least.masked_fill(kept, math.inf),
             closed if self.closed is None else torch.maximum(self.closed, closed),
-            self.least,
         )
 
-    def sums(self) -> Tensor:
-        """V [n] summed over the tokens."""
-        largest = self.variance if self.closed is None else torch.maximum(self.variance, self.closed)
-        return largest.reshape(-1, largest.shape[-1]).sum(0)
+    def shares(self) -> Tensor:
+        """V / least [n], the mean over the tokens."""
+        largest = self.variance / self.least
+        largest = largest if self.closed is None else torch.maximum(largest, self.closed)
+        tokens = largest.reshape(-1, largest.shape[-1])
+        return tokens.sum(0) / max(len(tokens), 1)
 
-    def with_least(self, sums: Iterable[float]) -> "Segment":
-        """The same, knowing each stream's sum of mean squares over the tokens at its newest layer."""
-        return replace(self, least=tuple(sums) if self.least is None else tuple(map(min, self.least, sums)))
 
-    def predicted(self, sums: Iterable[float], stored: torch.dtype, arithmetic: torch.dtype) -> float:
-        """The largest relative error of a stream, RMS over tokens and channels, from `sums` of V; inf where unknown."""
-        shares = [v / s if v > 0 else v for v, s in zip(sums, self.least, strict=True)]
-        worst = max(math.inf if math.isnan(share) else share for share in shares)
-        return unit_of_rounding(stored, arithmetic) * math.sqrt(worst / 3)
+def predicted(shares: Iterable[float], stored: torch.dtype, arithmetic: torch.dtype) -> float:
+    """The largest relative error of a stream, RMS over its rows' own, from `Segment.shares`; inf where unknown."""
+    worst = max(math.inf if math.isnan(share) else share for share in shares)
+    return unit_of_rounding(stored, arithmetic) * math.sqrt(worst / 3)
 
 
 class LayerKept(NamedTuple):
@@ -165,7 +166,8 @@ class LayerKept(NamedTuple):
 
     kind: "anchor" (all), "newest" (all, until another layer follows) or "rows". rows: tokens times streams. kept: rows
     kept exactly. row_bytes, update_bytes: of one row, and of the sublayer's output, which is kept in any case.
-    predicted: relative error of the rebuilt streams from this layer down to the anchor below; 0 where all are kept.
+    predicted: relative error of the rebuilt streams from this layer down to the anchor below, that of the worst stream,
+    RMS over its rows' own; 0 where all are kept.
     """
 
     layer: int

@@ -27,8 +27,8 @@ def compiled(kernel, constants):
 )
 def test_both_kernels_compile_without_atomics_or_spills(n, fresh, chooses):
     n_pad = triton.next_power_of_2(n)
-    shape = {"FRESH": fresh, "N": n, "N_PAD": n_pad}
-    carry = {"CHOOSES": chooses, "BLOCK": rounding.BLOCK_ROWS // n_pad, **shape}
+    shape = {"N": n, "N_PAD": n_pad}
+    carry = {"CHOOSES": chooses, "FRESH": fresh, "BLOCK": rounding.BLOCK_ROWS // n_pad, **shape}
     for kernel, constants in (
         (rounding_kernels.carry_kernel, carry),
         (rounding_kernels.decide_kernel, {"PROGRAMS": rounding.PROGRAMS, **shape}),
