@@ -85,8 +85,6 @@ def build(
         resolve_backend(backend)
     elif backend == "triton":
         raise ValueError(f"scheme={scheme!r} has no Triton kernels; use backend='auto' or 'torch'.")
-    if recompute is not None and not isinstance(recompute, Recompute):
-        raise TypeError(f"recompute must be a depthlab.residuals.Recompute or None, got {type(recompute).__name__}.")
     if recompute is not None and not scheme.startswith("mgr"):
         raise ValueError(f"scheme={scheme!r} keeps no streams to rebuild; use recompute=None, or an mgr scheme.")
     how: dict[str, Any] = {"normalize": normalize}

@@ -42,9 +42,10 @@ class MultiGateResidual(Residual):
 
     With `recompute` the backward pass rebuilds streams instead of finding them stored, wherever autograd is on; gates,
     reads and states are the same, bit by bit. It has first derivatives only (create_graph=True raises RuntimeError),
-    changing an update in place after its step raises one too, and under torch.compile each step breaks the
-    graph. torch.utils.checkpoint belongs around sublayers: around steps it holds the streams itself. Export, function
-    transforms and dispatch modes take the ordinary way.
+    changing an update in place after its step raises one too, and under torch.compile each step breaks the graph. As
+    with the kernels, a gradient at a state's streams leaves out what comes through that layer's own read.
+    torch.utils.checkpoint belongs around sublayers: around steps it holds the streams itself. Export, function
+    transforms, tracers and dispatch modes take the ordinary way.
 
     Source: arXiv 2605.23259; the equations in code: `depthlab.kernels.mgr.reference`.
     """
@@ -63,7 +64,7 @@ class MultiGateResidual(Residual):
         super().__init__(d_model, n_sublayers, normalize=normalize)
         self.gate, self.n_streams, self.backend = gate, n_streams, backend
         self.recompute = recompute
-        self._pass: ForwardPass | None = None  # the last one that keeps streams for a backward
+        self._pass: ForwardPass | None = None  # the last one that kept streams for a backward, for the report
         self.first_mixing = n_streams - 1
         needed = self.first_mixing + smallest_valid_depth(gate, n_streams)
         if n_sublayers < needed:
@@ -105,6 +106,17 @@ class MultiGateResidual(Residual):
         kept = self._pass.kept
         return RecomputeReport(tuple(kept[layer] for layer in sorted(kept)))
 
+    @property
+    def recompute(self) -> Recompute | None:
+        """What to keep of the streams of the next forward pass; None stores them all. TypeError for anything else."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: Recompute | None) -> None:
+        if value is not None and not isinstance(value, Recompute):
+            raise TypeError(f"recompute must be a depthlab.residuals.Recompute or None, got {type(value).__name__}.")
+        self._recompute = value
+
     def _open(self, x: Tensor) -> State:
         if self.recompute is not None and torch.is_grad_enabled():
             self._pass = None
@@ -124,11 +136,11 @@ class MultiGateResidual(Residual):
         own = self.residual_layers[layer]
         tensors = (state.streams, update, own.w_gate, self._bias(layer, state), query)
         if self.recompute is not None and can_rebuild(*tensors):
-            self._pass = self._pass or ForwardPass()
-            new = MixingLayer(layer, self.recompute, {"gate": self.gate, **how}, self._pass)
+            self._pass = forward_pass = state.trail.forward_pass if state.trail else ForwardPass()
+            new = MixingLayer(layer, self.recompute, {"gate": self.gate, **how}, forward_pass)
             streams, h, trail = (mix_apart if torch.compiler.is_compiling() else mix)(new, tensors, state.trail)
             if layer == self.n_sublayers - 1:
-                self._pass.settle()
+                forward_pass.settle()
             return h, State(layer + 1, streams, state.extra, trail)
         streams, h, _ = mix_and_pool(*tensors, gate=self.gate, **how)
         return h, State(layer + 1, streams, state.extra)
