@@ -80,7 +80,7 @@ def test_the_record_holds_all_presets_with_four_and_eight_streams():
     names = {recompute_cost.name_of(cell.settings) for cell in experiment.cells}
     assert names == {f"{p}/n-{n}/batch-16/eager" for p in "SML" for n in (4, 8)} | {
         "M/n-4/batch-16/compiled",
-        "M/n-4/batch-64/eager",
+        "M/n-4/batch-32/eager",
     }
     assert recompute_cost.WAYS["rebuilt"] == (Recompute(), False)
 
