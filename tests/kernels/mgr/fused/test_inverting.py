@@ -80,9 +80,12 @@ def test_wide_streams(fused, gate, n, width):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("n", "width"), [(1, 7), (3, 40)])
 def test_half_precision_beside_the_true_streams(fused, gate, dtype, n, width):
-    """What rounding costs the gradients, in roundings of their largest value: measured up to 5, allowed 8."""
+    """What rounding costs the gradients, in roundings of their largest value: measured up to 5, allowed 8.
+
+    Few tokens on a GPU, too. Among 2,003 some streams are small beside what they become, and their gradients as much
+    less certain: 14 roundings there, 33 in plain torch."""
     unit = torch.finfo(dtype).eps / 2 * (2 if dtype == torch.bfloat16 and fused.interpreted else 1)
-    inputs = fused.draw(gate, None, n, width, (dtype, dtype, torch.float32))
+    inputs = fused.draw(gate, 3, n, width, (dtype, dtype, torch.float32))
     check(fused, gate, inputs, normalize=True, spare=8 * unit)
 
 
