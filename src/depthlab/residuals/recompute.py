@@ -46,8 +46,8 @@ class Recompute:
 
     Args:
         top_p: share of each layer's rows, those with the largest gates, that are kept exactly.
-        anchor_every: keep all streams at every k-th mixing layer; "auto": wherever the predicted error of a rebuilt stream,
-            relative to each of its rows, RMS over them, would exceed `tolerance`; None: nowhere.
+        anchor_every: keep all streams at every k-th mixing layer; "auto": wherever the predicted error of a rebuilt
+            stream, relative to each of its rows, RMS over them, would exceed `tolerance`; None: nowhere.
         max_gate: rows with a larger gate are always kept, at most 0.99. A layer that would keep more than half of its
             rows is an anchor.
         tolerance: of "auto"; None: 1e-4 for streams in float32 and float64, 2e-2 in bfloat16 and float16.
