@@ -6,7 +6,9 @@ That is what the byte count of DERIVATION.md and of the benchmark stands on. No 
 import functools
 import os
 import re
+import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +137,34 @@ def test_rebuilt_tiles_that_do_not_fit_are_loaded_from_where_they_are_stored() -
     loads, stores = (of_streams(accesses(kernel.asm["ttir"], what)) for what in ("load", "store"))
     assert loads["streams_ptr", 2] == loads["values_ptr", 2] == stores["rebuilt_ptr", 2] == 1
     assert loads["rebuilt_ptr", 2] == 3
+
+
+def spilt(kernel, tmp_path: Path) -> int:
+    """How many 4-byte values a lane puts into memory for want of registers."""
+    tool, path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump", tmp_path / "kernel.cubin"
+    if not tool.is_file():
+        pytest.skip("this triton has no cuobjdump")
+    path.write_bytes(kernel.asm["cubin"])
+    said = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1]) // 4
+
+
+def test_backward_tiles_of_eight_wide_rows_are_not_held_since_they_would_spill(monkeypatch, tmp_path) -> None:
+    """What notebook 22 says: over a hundred values a lane at C = 1280, at C = 4096 more than twice as many."""
+    chosen, found = launch.launch_choice, {}
+    for width, like, block, warps in ((1280, 768, 256, 4), (4096, 2048, 4096, 16)):
+        assert not chosen(8, width, backward=True).constants["HELD"]
+        how = chosen(8, like, backward=True)
+        held = how._replace(constants=how.constants | {"BLOCK_C": block, "STAGES": 1}, warps=warps)
+        monkeypatch.setattr(launch, "launch_choice", lambda *_, held=held, **__: held)
+        compiled.cache_clear()
+        found[width] = spilt(compiled("competitive", 8, width, backward=True)[0], tmp_path)
+    compiled.cache_clear()
+    assert found[1280] > 100 and found[4096] > 2 * found[1280]
+
+
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("width", [768, 1024, 1280, 2048, 4096])
+def test_of_the_measured_forward_kernels_only_eight_rows_of_1280_spill(n: int, width: int, tmp_path) -> None:
+    values = spilt(compiled("competitive", n, width, backward=False)[0], tmp_path)
+    assert (values > 0) == ((n, width) == (8, 1280))
