@@ -308,7 +308,7 @@ def _experiment(book: Ledger, record_id: str) -> Experiment:
 
 def _find(book: Ledger, claim_id: str) -> Row:
     for claim in book.rows:
-        if claim.id == claim_id:
+        if claim.id == str(claim_id).upper():
             return claim
     raise LedgerError(f"There is no claim {claim_id!r}; ids run {book.rows[0].id} to {book.rows[-1].id}.")
 

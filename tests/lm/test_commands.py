@@ -164,6 +164,12 @@ def test_a_resumed_run_needs_none_of_its_options_again(run, story, capsys):
     assert main(["train", "--out", str(run), "--resume", *SMALL, "--data", story, "--keep", "1"]) == 0
 
 
+def test_a_mistyped_folder_begins_no_run(tmp_path, capsys):
+    message = sentence(["train", "--resume", "--out", str(tmp_path / "nothing")], capsys)
+    assert "nothing holds no run to resume; give the folder of one, or options to begin one with." in message
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_a_new_run_can_begin_with_the_weights_of_another(run, story, tmp_path, capsys):
     begin = ["train", *SMALL, "--data", story, "--out", str(tmp_path / "next"), "--from", str(run / "step-000002")]
     assert main([*begin, "--lr", "1e-9"]) == 0
@@ -223,7 +229,7 @@ def test_ctrl_c_is_exit_code_130_one_sentence_and_a_checkpoint(tmp_path, story):
         (["--seq-len", "4000"], "seq_len=4000 needs 4,001 tokens and the train part of file story.txt has"),
         (["--width", "15"], "d_model=15 is not divisible by n_heads=2"),
         (["--model", "mlp"], "model='mlp' is unknown; use one of gpt, llama"),
-        (["--model", "llama", "--dropout", "0.1"], "option of llama='dropout' is unknown; use one of vocab_size"),
+        (["--model", "llama", "--dropout", "0.1"], "dropout is an option of --model gpt"),
         (["--preset", "XXL"], "preset='XXL' is unknown; use one of toy, S, M, L"),
         (["--optimizer", "sgd"], "optimizer='sgd' is unknown; use one of adamw, muon, flt"),
         (["--schedule", "step"], "schedule='step' is unknown"),

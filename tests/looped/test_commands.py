@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_variant_or_loop_count_is_refused_and_changes_no
     [
         (["--loops", "0"], "n_loops=0 is not allowed; use at least 1"),
         (["--variant", "ft"], "variant='ft' is unknown; use one of lt, lt-input, lt-attn, flt-res, flt"),
-        (["--residual", "hc"], "option of looped='residual' is unknown"),
+        (["--residual", "hc"], "residual is an option of --model gpt and llama, not of looped; leave it out."),
         (["--preset", "S"], "preset='S' is unknown; use one of toy, small"),
     ],
 )

@@ -52,19 +52,22 @@ def train_run(
     whose weights the new run begins with.
 
     Raises:
-        ValueError: an option out of range, by its name. TrainingError, CheckpointError, DataError: as `train`.
+        ValueError: an option out of range, by its name. TrainingError: nothing to resume, and no option to begin with.
+            TrainingError, CheckpointError, DataError: as `train`.
     """
     out = Path(out)
     if not resume:
         need_new(out)
+    elif not given and not holds_run(out):
+        sentence = f"{out} holds no run to resume; give the folder of one, or options to begin one with."
+        raise runlog.TrainingError(sentence)
     options = _options(out, given, resume, models)
     check_choice("model", options["model"], models)
     config_type, model_type = models[options["model"]]
     training = TrainConfig(**{name: value for name, value in options.items() if name in _TRAINING})
     source = corpus(options["data"], options["tokenizer"])
     shape = {name: value for name, value in options.items() if name not in (*_TRAINING, *OPTIONS)}
-    for name in shape:
-        check_choice(f"option of {options['model']}", name, [field.name for field in dataclasses.fields(config_type)])
+    _check_options(shape, options["model"], models)
     config = config_type.preset(options["preset"], **{"vocab_size": source.split("train").vocab_size, **shape})
     model = model_type(config, torch.Generator().manual_seed(training.seed)).to(pick_device(device))
     if options["start"] is not None and not checkpoint.checkpoints(out):
@@ -79,6 +82,15 @@ def train_run(
     validation = source.validation if source.validation is not None and len(source.validation) > 1 else None
     about = {"options": {name: options[name] for name in OPTIONS}, "tokenizer": stream.tokens.tokenizer}
     return train(model, stream, training, out, validation, resume, about=about)
+
+
+def _check_options(shape: dict[str, Any], model: str, models: Models) -> None:
+    fields = {kind: [field.name for field in dataclasses.fields(config)] for kind, (config, _) in models.items()}
+    for name in shape:
+        others = [kind for kind in fields if name in fields[kind]]
+        if others and model not in others:
+            raise ValueError(f"{name} is an option of --model {' and '.join(others)}, not of {model}; leave it out.")
+        check_choice(f"option of {model}", name, fields[model])
 
 
 def _options(out: Path, given: dict[str, Any], resume: bool, models: Models) -> dict[str, Any]:
