@@ -168,6 +168,17 @@ def test_a_mistyped_folder_begins_no_run(tmp_path, capsys):
     message = sentence(["train", "--resume", "--out", str(tmp_path / "nothing")], capsys)
     assert "nothing holds no run to resume; give the folder of one, or options to begin one with." in message
     assert not (tmp_path / "nothing").exists()
+    sentence(["train", "--resume", "--keep", "2", "--out", str(tmp_path / "nothing")], capsys)
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 2e-3), ("muon", 0.02), ("flt", 0.02)])
+def test_the_toy_presets_rate_is_adamws(optimizer, rate, story, tmp_path):
+    """Every other optimizer has its own, which a rate on the command line replaces."""
+    more = ["--data", story, "--optimizer", optimizer, "--warmup", "0", "--schedule", "constant", "--log-every", "1"]
+    for out, given, expected in (("own", [], rate), ("given", ["--lr", "0.01"], 0.01)):
+        assert main(["train", *SMALL, *more, *given, "--out", str(tmp_path / out)]) == 0
+        lines = [json.loads(line) for line in (tmp_path / out / "log.jsonl").read_text().splitlines()]
+        assert lines[-1]["lr"] == pytest.approx(expected)
 
 
 def test_a_new_run_can_begin_with_the_weights_of_another(run, story, tmp_path, capsys):

@@ -58,7 +58,7 @@ def train_run(
     out = Path(out)
     if not resume:
         need_new(out)
-    elif not given and not holds_run(out):
+    elif set(given) <= set(FREE) and not holds_run(out):
         sentence = f"{out} holds no run to resume; give the folder of one, or options to begin one with."
         raise runlog.TrainingError(sentence)
     options = _options(out, given, resume, models)
@@ -69,11 +69,11 @@ def train_run(
     shape = {name: value for name, value in options.items() if name not in (*_TRAINING, *OPTIONS)}
     _check_options(shape, options["model"], models)
     config = config_type.preset(options["preset"], **{"vocab_size": source.split("train").vocab_size, **shape})
+    stream = TokenStream(source.split("train"), options["batch_size"], config.seq_len, training.seed)
     model = model_type(config, torch.Generator().manual_seed(training.seed)).to(pick_device(device))
     if options["start"] is not None and not checkpoint.checkpoints(out):
         path, state, _ = checkpoint.find(options["start"])
         checkpoint.load(path, model, state=state)
-    stream = TokenStream(source.split("train"), options["batch_size"], config.seq_len, training.seed)
     if source.tokenizer is not None and not holds_run(out):
         try:
             save_tokenizer(source.tokenizer, out / TOKENIZER)
@@ -105,9 +105,12 @@ def _options(out: Path, given: dict[str, Any], resume: bool, models: Models) -> 
             if name not in FREE and own.get(name, value) != value:
                 raise runlog.changed(out, name, own[name], value)
         return {**OPTIONS, **own, **given}
-    preset = given.get("preset", OPTIONS["preset"])
+    preset = PRESET_OPTIONS.get(given.get("preset", OPTIONS["preset"]), {})
     config_type, _ = models.get(given.get("model", OPTIONS["model"]), (None, None))
-    return {**OPTIONS, **PRESET_OPTIONS.get(preset, {}), **getattr(config_type, "training", {}), **given}
+    chosen = {**getattr(config_type, "training", {}), **given}
+    if chosen.get("optimizer", "adamw") != "adamw":  # whose rate a preset's is
+        preset = {name: value for name, value in preset.items() if name != "lr"}
+    return {**OPTIONS, **preset, **chosen}
 
 
 def pick_device(device: str) -> torch.device:
