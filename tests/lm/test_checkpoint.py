@@ -137,6 +137,21 @@ def test_where_nothing_is_good_every_damaged_one_is_named(run):
         checkpoint.find(run / "nothing")
 
 
+@pytest.mark.parametrize(("saved", "other"), [("flt", "muon"), ("muon", "flt"), ("flt", "adamw"), ("adamw", "muon")])
+def test_the_state_of_other_optimizers_is_refused_before_anything_changes(saved, other, tmp_path):
+    """flt and muon have as many optimizers of the same shapes, and their parameters in another order."""
+    shape = LlamaConfig(vocab_size=32, seq_len=8, n_layers=2, n_heads=2, d_model=8, d_hidden=16)
+    model, fresh = (Llama(shape, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    optimizers = build_optimizers(model, saved)
+    moved(model, optimizers, 1)
+    path = checkpoint.save(tmp_path, 1, model, optimizers, {})
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    with pytest.raises(CheckpointError, match="holds the state of other optimizers, or of other parameters in them"):
+        checkpoint.load(path, fresh, build_optimizers(fresh, other))
+    assert all(torch.equal(before[name], value) for name, value in fresh.state_dict().items())
+    checkpoint.load(path, fresh, build_optimizers(fresh, saved))
+
+
 def test_another_kind_or_config_is_refused_before_anything_changes(run):
     path = run / "step-000003"
     llama = Llama(LlamaConfig(vocab_size=32, seq_len=8, n_layers=2, n_heads=2, d_model=8, d_hidden=16))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from depthlab.lm import checkpoint, runlog, training
+from depthlab.lm import checkpoint, runlog, sentry, training
 from depthlab.lm.checkpoint import CheckpointError
 from depthlab.lm.evaluation import Evaluation
 from depthlab.lm.gpt import GPT, GPTConfig
@@ -267,6 +267,20 @@ def test_the_report_names_the_first_signal_that_is_not_finite(tmp_path):
     rows = {(row["layer"], row["signal"]): row["max"] for row in report["signals"]}
     assert rows[2, "update"] == "nan" and rows[1, "update"] > 0
     assert "embed_tokens" in report["gradient_norms"]
+
+
+def test_of_accumulated_batches_the_one_with_a_bad_signal_is_reported():
+    model = tiny()
+    batches = [stream().next_batch() for _ in range(3)]
+    sound = sentry.signal_norms(model, batches[0])
+    spoil = batches[1][0, 0].item()
+    with torch.no_grad():
+        model.embed_tokens.weight[spoil] = math.inf
+    others = [torch.where(batch == spoil, (spoil + 1) % model.config.vocab_size, batch) for batch in batches]
+    found = sentry.first_bad_signals(model, [others[0], batches[1], others[2]])
+    assert any(not math.isfinite(row["max"]) for row in found) and len(found) == len(sound)
+    assert sentry.first_bad_signals(model, others[:2]) == sentry.signal_norms(model, others[1])
+    assert sentry.first_bad_signals(model, []) == []
 
 
 def test_where_steps_are_not_looked_at_one_by_one_no_bad_one_is_saved(tmp_path, monkeypatch):

@@ -102,6 +102,7 @@ def _write(
 ) -> None:
     tensors: dict[str, Tensor] = {}
     tree = {"optimizers": [o.state_dict() for o in optimizers], "random": random_states()}
+    tree["parameters"] = parameters_of(optimizers, model)
     packed = _pack(tree, tensors)
     save_model(model, str(folder / "model.safetensors"))
     save_file(tensors, str(folder / "optimizer.safetensors"))
@@ -220,17 +221,30 @@ def load(
     """
     state = verify(path) if state is None else state
     need_same_model(path, state["model"], model)
-    load_model(model, str(path / "model.safetensors"))
-    if optimizers is not None:
+    if optimizers is None:
+        load_model(model, str(path / "model.safetensors"))
+    else:
         tree = _unpack(state["packed"], load_file(str(path / "optimizer.safetensors")))
-        if len(tree["optimizers"]) != len(optimizers):
+        before, now = tree.get("parameters"), parameters_of(optimizers, model)
+        if len(tree["optimizers"]) != len(optimizers) or before not in (None, now):
             raise CheckpointError(
-                f"{path} holds {len(tree['optimizers'])} optimizers, and this run has {len(optimizers)}."
+                f"{path} holds the state of other optimizers, or of other parameters in them, than this run has; use "
+                "the optimizer that it was trained with."
             )
+        load_model(model, str(path / "model.safetensors"))
         for optimizer, saved in zip(optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         restore_random_states(tree["random"])
     return state
+
+
+def parameters_of(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> list[list[Any]]:
+    """For each optimizer its kind, and of each of its groups the names of the parameters, in the order of its state."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [
+        [type(one).__name__, *([names.get(id(p), "") for p in group["params"]] for group in one.param_groups)]
+        for one in optimizers
+    ]
 
 
 def prune(out_dir: Path, keep: int, step: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def signal_norms(model: nn.Module, batch: Tensor) -> list[dict[str, Any]]:
     rows = diagnostics.norms(trace)
     rows = rows[rows.signal != "stream"].sort_values(["layer", "signal"])  # a sublayer reads, then puts out
     return rows[["layer", "signal", "mean", "max"]].to_dict("records")
+
+
+def first_bad_signals(model: nn.Module, batches: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """`signal_norms` of the first batch with one that is not finite; of the last batch where all are."""
+    rows = []
+    for batch in batches:
+        rows = signal_norms(model, batch)
+        if not all(math.isfinite(row["max"]) for row in rows):
+            break
+    return rows
 
 
 def write_report(out_dir: Path, report: dict[str, Any]) -> Path:

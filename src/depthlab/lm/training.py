@@ -326,12 +326,14 @@ def _checks_every_step(device: torch.device) -> bool:
 
 
 def _need_finite(run: _Run, batches: Sequence[Tensor] = ()) -> None:
-    """NonFiniteError if any step so far was not finite. With the batches of that step its signals are recorded too."""
+    """NonFiniteError if any step so far was not finite. With the batches of that step the signals of one are recorded
+    too: of the first that is not finite, or else of the last."""
     if not run.watch.alarm():
         return
     report = run.watch.report()
     with autocast(run.device, run.config.precision):
-        report["signals"] = [row for batch in batches[:1] for row in sentry.signal_norms(run.model, batch)]
+        report["signals"] = sentry.first_bad_signals(run.model, batches)
+    report |= getattr(run.model, "log_fields", dict)()
     path = sentry.write_report(run.out, report)
     raise sentry.NonFiniteError(
         f"Step {report['step']} is not finite: its loss is {report['loss']:g}, {sentry.describe(report)} (all norms "
