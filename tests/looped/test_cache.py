@@ -137,6 +137,28 @@ def test_a_cache_refuses_another_loop_count_variant_batch_model_and_what_does_no
     looped("lt")(tokens[:1], cache=cache, n_loops=5)  # a cleared one is anyone's
 
 
+def test_a_cache_knows_when_weights_rule_or_dtype_are_no_longer_those_it_was_filled_with(looped, tokens):
+    model = looped(seq_len=16)
+    cache = LoopCache()
+    with torch.no_grad():
+        model(tokens[:, :6], cache=cache)
+        with pytest.raises(
+            ValueError, match="filled with stop_below=None and is used with stop_below=0.1; use another"
+        ):
+            model(tokens[:, 6:], cache=cache, stop_below=0.1)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ValueError, match="The cache holds torch.float32 and got torch.bfloat16; use one dtype"),
+        ):
+            model(tokens[:, 6:], cache=cache)
+        model(tokens[:, 6:8], cache=cache)  # what was refused left nothing behind
+        model.load_state_dict(looped(seq_len=16).state_dict())
+        with pytest.raises(ValueError, match="weights have changed since the cache was filled; clear it"):
+            model(tokens[:, 8:], cache=cache)
+        with pytest.raises(TypeError, match="cache is dict; give a depthlab.looped.LoopCache, or None."):
+            model(tokens, cache={})
+
+
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [

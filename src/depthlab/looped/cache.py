@@ -46,11 +46,12 @@ class LoopCache:
         """Bytes of all keys and values held."""
         return sum(x.numel() * x.element_size() for blocks in self._sets for kv in blocks for x in kv)
 
-    def check(self, model: nn.Module, n_loops: int, tokens: Tensor) -> None:
+    @torch.compiler.disable
+    def check(self, model: nn.Module, n_loops: int, tokens: Tensor, stop_below: float | None = None) -> None:
         """ValueError unless `tokens` [B, T] are fit to come next, from `model` applied `n_loops` times."""
         after, seq_len = self.length + tokens.shape[1], model.config.seq_len
         if self.length:
-            self._check_owner(model, n_loops, tokens.shape[0])
+            self._check_owner(model, _setting(model, n_loops, tokens, stop_below))
         if self.max_tokens is not None and after > self.max_tokens:
             raise ValueError(
                 f"The cache holds {self.length} tokens, takes at most max_tokens={self.max_tokens}, and got "
@@ -62,9 +63,9 @@ class LoopCache:
                 f"seq_len={seq_len}; clear the cache and go on from the last tokens, or build the model longer."
             )
 
-    def _check_owner(self, model: nn.Module, n_loops: int, batch: int) -> None:
+    def _check_owner(self, model: nn.Module, setting: dict[str, Any]) -> None:
         own = self._owner
-        for name, now in (("variant", model.config.variant), ("n_loops", n_loops), ("batch", batch)):
+        for name, now in setting.items():
             if own[name] != now:
                 raise ValueError(
                     f"The cache was filled with {name}={own[name]!r} and is used with {name}={now!r}; use another "
@@ -72,6 +73,8 @@ class LoopCache:
                 )
         if own["model"]() is not model:
             raise ValueError("The cache was filled by another model; use another LoopCache, or clear this one.")
+        if own["weights"] != _versions(model):
+            raise ValueError("The model's weights have changed since the cache was filled; clear it and begin anew.")
 
     def past(self, loop: int, n_loops: int) -> list[KeyValue] | None:
         """What loop `loop` (from 1) of `n_loops` sees of the tokens before, one pair a block; None: nothing."""
@@ -79,17 +82,37 @@ class LoopCache:
             return None
         return self._sets[-1 if self.mode == "last-loop" else loop - 1]
 
-    def extend(self, model: nn.Module, tokens: Tensor, new: list[list[KeyValue]]) -> None:
-        """Take the keys and values of the chunk `tokens` [B, T]: new[loop][block], all loops."""
+    @torch.compiler.disable
+    def extend(
+        self, model: nn.Module, tokens: Tensor, new: list[list[KeyValue]], stop_below: float | None = None
+    ) -> None:
+        """Take the keys and values of the chunk `tokens` [B, T]: new[loop][block], all loops.
+
+        ValueError where they are of another dtype than those before."""
         n_loops, new = len(new), new if self.mode == "exact" else new[-1:]
         if self.length:
+            before, now = self._sets[0][0][0].dtype, new[0][0][0].dtype
+            if before != now:
+                raise ValueError(f"The cache holds {before} and got {now}; use one dtype, or clear the cache.")
             pairs = [zip(old, chunk, strict=True) for old, chunk in zip(self._sets, new, strict=True)]
             self._sets = [[(joined(k, a), joined(v, b)) for (k, v), (a, b) in blocks] for blocks in pairs]
         else:
             self._sets = new
-            self._owner = {"model": weakref.ref(model), "variant": model.config.variant}
-            self._owner |= {"n_loops": n_loops, "batch": tokens.shape[0]}
+            self._owner = {"model": weakref.ref(model), "weights": _versions(model)}
+            self._owner |= _setting(model, n_loops, tokens, stop_below)
         self.length += tokens.shape[1]
+
+
+def _setting(model: nn.Module, n_loops: int, tokens: Tensor, stop_below: float | None) -> dict[str, Any]:
+    """What the keys and values of one cache have in common."""
+    return {
+        "variant": model.config.variant, "n_loops": n_loops, "batch": tokens.shape[0], "stop_below": stop_below
+    }  # fmt: skip
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """How often each parameter was changed in place, where torch counts that."""
+    return [0 if p.is_inference() else p._version for p in model.parameters()]
 
 
 def joined(past: Tensor, new: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The recorded runs of looped transformers: where the plain one breaks, and what does not.
 
-`depthlab runs make looped-instability`, `looped-rates`, `looped-low-rate`, `looped-controls`, `looped-variants` (GPU);
-`looped-toy`, `looped-toy-search` (CPU).
+`depthlab runs make looped-instability`, `looped-rates`, `looped-low-rate` (GPU); `looped-toy`, `looped-toy-search`.
+`looped_controls` and `looped_variants` (GPU) are not recorded yet; `depthlab.runs.make(looped_controls())` runs one.
 """
 
 import math

@@ -158,7 +158,8 @@ class LoopedTransformer(nn.Module):
 
         Raises:
             TypeError, ValueError: K below 1, or above the config's where not tied; tokens that are no [B, T] of
-                integers in the vocabulary, or beyond seq_len; a cache of another K, variant, batch or model, or full.
+                integers in the vocabulary, or beyond seq_len; a cache of another K, variant, batch, model, weights,
+                dtype or stop_below, or full.
         """
         found = self.run(tokens, n_loops, cache, stop_below)
         logits = head_logits(found.h, self.lm_head.weight, self.config.soft_cap)
@@ -175,15 +176,14 @@ class LoopedTransformer(nn.Module):
         n_loops = self._loops(n_loops)
         if self.config.backprop_loops is not None:
             need_differentiated(self.config.backprop_loops, objective, n_loops)
-        outputs = self._outputs(tokens, n_loops, objective)
-        losses = [next_token_loss(h, self.lm_head.weight, targets, self.config.soft_cap) for h in outputs]
-        return sum(losses) / len(losses)
+        return self._mean_loss(self._outputs(tokens, n_loops, objective), targets)
 
     def log_fields(self) -> dict[str, list[float]]:
         """`loop_norms` for a line of the training log."""
         return {} if self.loop_norms is None else {"loop_norms": [round(x, 4) for x in self.loop_norms.tolist()]}
 
-    # These frames are left out of torch.compile, so that `one_loop`, which they call, is compiled by itself.
+    # These frames are left out of torch.compile, so that `one_loop` and `next_token_loss`, which they call for every
+    # loop, are compiled by themselves.
     @torch.compiler.disable(recursive=False)
     def run(
         self,
@@ -205,7 +205,9 @@ class LoopedTransformer(nn.Module):
             check_positive("stop_below", stop_below)
         start = 0
         if cache is not None:
-            cache.check(self, n_loops, tokens)
+            if not isinstance(cache, LoopCache):
+                raise TypeError(f"cache is {type(cache).__name__}; give a depthlab.looped.LoopCache, or None.")
+            cache.check(self, n_loops, tokens, stop_below)
             start = cache.length
         e = self.embed_tokens(tokens)  # [B, T, C]
         rotary = rotary_tables(
@@ -233,13 +235,18 @@ class LoopedTransformer(nn.Module):
                 break
         self.loop_norms = torch.stack([z.detach().float().norm(dim=-1).mean() for z in states])
         if cache is not None:
-            cache.extend(self, tokens, sets)
+            cache.extend(self, tokens, sets, stop_below)
         return Pass(outputs[-1], states, outputs, used)
 
     @torch.compiler.disable(recursive=False)
     def _outputs(self, tokens: Tensor, n_loops: int, objective: str) -> list[Tensor]:
         found = self.run(tokens, n_loops)
         return [found.outputs[loop - 1] for loop in loops_of(objective, n_loops)]
+
+    @torch.compiler.disable(recursive=False)
+    def _mean_loss(self, outputs: list[Tensor], targets: Tensor) -> Tensor:
+        losses = [next_token_loss(h, self.lm_head.weight, targets, self.config.soft_cap) for h in outputs]
+        return sum(losses) / len(losses)
 
     @torch.compiler.disable(recursive=False)
     def _one_loop(
