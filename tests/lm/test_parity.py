@@ -1,9 +1,12 @@
 """The parity record: its runs are seeded, paired and the trainer's."""
 
+from itertools import combinations
+from statistics import median
+
 import pytest
 
 from depthlab.lm import parity
-from depthlab.runs import Cell
+from depthlab.runs import Cell, load
 
 SMALL = parity.lm_parity().config | {
     "device": "cpu",
@@ -39,3 +42,13 @@ def test_the_record_pairs_both_backends_over_eight_seeds_and_both_gates():
     assert [cell.settings for cell in experiment.cells] == [
         {"residual": residual, "seed": seed} for residual in ("mgr-independent", "mgr-competitive") for seed in range(8)
     ]
+
+
+@pytest.mark.parametrize("residual", ["mgr-independent", "mgr-competitive"])
+@pytest.mark.parametrize("metric", ["loss", "validation_loss"])
+def test_on_record_the_backends_are_no_further_apart_than_two_seeds(residual, metric):
+    """Medians: of the difference that the backend makes to a seed, and of that between two seeds of the reference."""
+    record = load(parity.ID)
+    plain, fused = (record.values(f"{residual}/{backend}.{metric}") for backend in ("torch", "triton"))
+    backend = median(abs(a - b) for a, b in zip(plain, fused, strict=True))
+    assert backend < 0.8 * median(abs(a - b) for a, b in combinations(plain, 2))
