@@ -217,13 +217,12 @@ def load(
         state: what `verify` gave for `path`, so that it need not be verified twice.
 
     Raises:
-        CheckpointError: torn, or of another kind or config of model; nothing was changed then.
+        CheckpointError: torn, of another kind or config of model, or of other optimizers; nothing was changed then.
     """
     state = verify(path) if state is None else state
     need_same_model(path, state["model"], model)
-    if optimizers is None:
-        load_model(model, str(path / "model.safetensors"))
-    else:
+    tree = None
+    if optimizers is not None:
         tree = _unpack(state["packed"], load_file(str(path / "optimizer.safetensors")))
         before, now = tree.get("parameters"), parameters_of(optimizers, model)
         if len(tree["optimizers"]) != len(optimizers) or before not in (None, now):
@@ -231,7 +230,8 @@ def load(
                 f"{path} holds the state of other optimizers, or of other parameters in them, than this run has; use "
                 "the optimizer that it was trained with."
             )
-        load_model(model, str(path / "model.safetensors"))
+    load_model(model, str(path / "model.safetensors"))
+    if tree is not None:
         for optimizer, saved in zip(optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         restore_random_states(tree["random"])

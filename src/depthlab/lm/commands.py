@@ -52,8 +52,8 @@ def train_run(
     whose weights the new run begins with.
 
     Raises:
-        ValueError: an option out of range, by its name. TrainingError: nothing to resume, and no option to begin with.
-            TrainingError, CheckpointError, DataError: as `train`.
+        ValueError: an option out of range, by its name. TrainingError: no run to resume, and no option to begin one
+            with. TrainingError, CheckpointError, DataError: as `train`.
     """
     out = Path(out)
     if not resume:
