@@ -105,9 +105,8 @@ class LoopCache:
 
 def _setting(model: nn.Module, n_loops: int, tokens: Tensor, stop_below: float | None) -> dict[str, Any]:
     """What the keys and values of one cache have in common."""
-    return {
-        "variant": model.config.variant, "n_loops": n_loops, "batch": tokens.shape[0], "stop_below": stop_below
-    }  # fmt: skip
+    own = {"variant": model.config.variant, "n_loops": n_loops, "batch": tokens.shape[0]}
+    return own | {"stop_below": stop_below}
 
 
 def _versions(model: nn.Module) -> list[int]:
