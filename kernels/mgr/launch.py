@@ -5,7 +5,8 @@
 What decides is how much of a tile one lane holds. Forward, 128 elements and three pipeline stages are best: few warps
 mean few exchanges between them, and there is little a token needs beside its streams. Backward, a lane can hold 64: the
 gradients of two streams and both weights' sums live beside them. A multiprocessor then works on as many tokens as
-registers allow; fewer leave the memory idle, more change nothing.
+registers allow; fewer leave the memory idle, more change nothing. Values that do not fit (a spill) cost less than what
+is loaded again in blocks, so blocks are for tiles that are far too large.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import NamedTuple
 FORWARD_LANE, BACKWARD_LANE = 128, 64  # elements of a tile that one lane holds
 FORWARD_TILE, BACKWARD_TILE = 32_768, 16_384  # elements; larger ones are visited in blocks
 WIDEST = 8  # columns a lane loads at once: 16 bytes of bfloat16
-CHUNK = 256  # columns, for widths that a power of two would pad too much
+CHUNK, CHUNKS = 256, 8  # least columns and most chunks, for widths that a power of two would pad too much
 LONG_ROW = 4096  # columns; from here on one program keeps a multiprocessor's memory busy
 SHARED_BYTES = 232_448  # of one H200 multiprocessor, for one program
 
@@ -37,16 +38,17 @@ def launch_choice(n: int, width: int, itemsize: int = 2, *, backward: bool, shar
     """The launch for streams [.., n, width] of `itemsize` bytes an element."""
     n_pad, padded = power_of_two(n), power_of_two(width)
     chunked = width % CHUNK == 0 and width < (padded if backward or n_pad > 4 else 0.75 * padded)
-    block = CHUNK if chunked else padded
-    columns = math.ceil(width / block) * block
-    tile = n_pad * columns
+    block = max(CHUNK, padded // CHUNKS) if chunked else padded
     lane, largest = (BACKWARD_LANE, BACKWARD_TILE) if backward else (FORWARD_LANE, FORWARD_TILE)
-    if chunked and n_pad > 4 and not backward:
-        lane += 32
-    warps = power_of_two(math.ceil(tile / (32 * lane)))
-    if tile > largest or (warps > 1 and block < 64 * warps):
+    if chunked and n_pad > 4:  # a quarter more each is better than twice the warps
+        lane += lane // 4
+    warps = power_of_two(math.ceil(n_pad * _up_to(block, width) / (32 * lane)))
+    if warps > 1:
+        block = max(block, 64 * warps)  # two columns a lane at least
+    columns = _up_to(block, width)
+    if n_pad * columns > largest:
         return _in_blocks(n_pad, block)
-    stages = 3 if not backward else 1 if chunked and n_pad > 4 else 2
+    stages = 3 if not backward else 1 if chunked and (n_pad > 4 or warps == 8) else 2
     loaded = ((2 * n_pad + 2) if backward else (n_pad + 1)) * columns * itemsize  # a token's bytes, padding included
     while stages > 1 and (stages - 1) * loaded + 16 * columns > shared_bytes:  # 16: both weights, and some to spare
         stages -= 1
@@ -64,16 +66,20 @@ def launch_choice(n: int, width: int, itemsize: int = 2, *, backward: bool, shar
 
 
 def _in_blocks(n_pad: int, block: int) -> Launch:
-    block = min(block, max(64, 8192 // n_pad))
-    warps = min(8, max(1, block // 64))
+    block = min(max(block, 1024), 8192 // n_pad)
     constants = {
         "BLOCK_C": block,
-        "VEC": min(WIDEST, block // (32 * warps)),
+        "VEC": min(WIDEST, block // 256),
         "HELD": False,
         "HELD_WEIGHTS": False,
         "STAGES": 1,
     }
-    return Launch(constants, warps, max(2, 16 // warps), long_share=0.97, short_tokens=4)
+    return Launch(constants, warps=8, programs=2, long_share=0.97, short_tokens=4)
+
+
+def _up_to(block: int, width: int) -> int:
+    """The columns of all blocks that it takes for `width`."""
+    return math.ceil(width / block) * block
 
 
 def power_of_two(x: int) -> int:

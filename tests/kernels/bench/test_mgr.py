@@ -12,7 +12,7 @@ import torch
 from depthlab import runs
 from depthlab.cli import main
 from depthlab.kernels.bench import cases, command, gate, inverting, live, mgr, needs, peers, reading
-from depthlab.kernels.bench.cases import COMPARED, STREAMS, TOKENS, WIDTHS, Case, quick_table, table
+from depthlab.kernels.bench.cases import COMPARED, STREAMS, TOKENS, WIDER, WIDTHS, Case, quick_table, table
 from depthlab.kernels.bench.subjects import subject
 from depthlab.runs import RunError
 
@@ -25,7 +25,7 @@ PASSES = ("forward", "backward", "both")
 def test_the_table_covers_every_shape_and_compiles_at_six() -> None:
     cases = [case for case, _ in table()]
     main_rows = {(c.tokens, c.n_streams, c.width) for c in cases if (c.op, c.gate, c.dtype) == MAIN}
-    assert main_rows == {(t, n, c) for t in TOKENS for n in STREAMS for c in WIDTHS}
+    assert main_rows == {(t, n, c) for t in TOKENS for n in STREAMS for c in WIDTHS} | set(WIDER)
     counted = Counter(name for _, names in table() for name in names)
     assert counted["compile"] == len(COMPARED) == 6
     assert counted["triton"] == len(cases)
