@@ -1,7 +1,9 @@
-"""Bytes that really crossed the memory's pins: Nsight Compute's counters, run and parsed.
+"""What the hardware counted in one pass: Nsight Compute, run and parsed.
 
-The L2 keeps the last tens of megabytes that a kernel wrote, which no counter of that kernel sees leave; so measure
-where a kernel writes far more than that (gigabytes).
+Bytes that crossed the memory's pins. The L2 keeps the last tens of megabytes that a kernel wrote, which no counter of
+that kernel sees leave; so measure where a kernel writes far more than that (gigabytes).
+
+What warps do with their time: issue an instruction, or wait, and for what.
 """
 
 import csv
@@ -13,13 +15,28 @@ from dataclasses import dataclass
 
 from depthlab.kernels.bench.cases import DTYPES, Case
 
-METRICS = {
-    "dram__bytes_read.sum": "read_bytes",
-    "dram__bytes_write.sum": "write_bytes",
-    "gpu__time_duration.sum": "time_ns",
+READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"  # bytes, ns
+BYTES = (READ, WRITTEN, TIME)
+
+ISSUED, RESIDENT = "smsp__issue_active.avg.per_cycle_active", "smsp__warps_active.avg.per_cycle_active"
+INSTRUCTIONS = "smsp__inst_executed.sum"
+SPILLS = ("smsp__inst_executed_op_local_ld.sum", "smsp__inst_executed_op_local_st.sum")
+_STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+# A warp's states as Nsight Compute names them, by what a reader of the kernel would call them.
+STATES = {
+    "issuing": ("selected",),
+    "ready": ("not_selected",),  # another warp of its scheduler was chosen
+    "memory": ("long_scoreboard", "lg_throttle", "membar", "drain"),  # global memory, and what was spilled there
+    "exchange": ("short_scoreboard", "mio_throttle", "barrier"),  # other lanes and warps: shuffles, shared memory
+    "arithmetic": ("wait", "dispatch_stall", "math_pipe_throttle"),  # the result of the instruction before
+    "other": ("branch_resolving", "imc_miss", "misc", "no_instruction", "sleeping", "tex_throttle"),
 }
+WARPS = (TIME, ISSUED, RESIDENT, INSTRUCTIONS, *SPILLS)
+WARPS += tuple(_STALLED.format(name) for names in STATES.values() for name in names)
+
 _SCALE = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
 _SCALE |= {"nsecond": 1.0, "usecond": 1e3, "msecond": 1e6, "second": 1e9, "ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+_SCALE |= {"inst": 1.0, "warp": 1.0, "": 1.0}
 _TIMEOUT_S = 240
 
 
@@ -29,15 +46,13 @@ class CountersMissing(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch and what its counters say."""
+    """One kernel launch and its counters by name, in bytes, nanoseconds and plain counts."""
 
     kernel: str
-    read_bytes: float
-    write_bytes: float
-    time_ns: float
+    values: dict[str, float]
 
 
-def parse(text: str) -> list[Launch]:
+def parse(text: str, metrics: Sequence[str]) -> list[Launch]:
     """The launches in the output of `ncu --csv --metrics ...` (its default page), in order; other lines are skipped.
 
     Raises CountersMissing when there is no table, a launch lacks a metric, or a unit is unknown.
@@ -47,30 +62,30 @@ def parse(text: str) -> list[Launch]:
     if start is None:
         said = next((line for line in lines if "ERR" in line or "==WARN" in line), "no table in its output")
         raise CountersMissing(f"Nsight Compute gave no counters ({said.strip('= ')})")
-    found: dict[str, dict] = {}
+    found: dict[str, Launch] = {}
     for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
-        launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-        if row["Metric Name"] in METRICS:
-            launch[METRICS[row["Metric Name"]]] = _number(row["Metric Value"], row["Metric Unit"])
+        launch = found.setdefault(row["ID"], Launch(row["Kernel Name"], {}))
+        if row["Metric Name"] in metrics:
+            launch.values[row["Metric Name"]] = _number(row["Metric Value"], row["Metric Unit"])
     for identity, launch in found.items():
-        lacking = [name for name, field in METRICS.items() if field not in launch]
+        lacking = [name for name in metrics if name not in launch.values]
         if lacking:
             raise CountersMissing(f"Nsight Compute gave no {lacking[0]} for launch {identity}")
-    return [Launch(**launch) for launch in found.values()]
+    return list(found.values())
 
 
-def count(case: Case, implementation: str, which: str) -> list[Launch]:
+def count(case: Case, implementation: str, which: str, metrics: Sequence[str] = BYTES) -> list[Launch]:
     """Run one pass of `case` under ncu in a process of its own. Raises CountersMissing where that does not work."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise CountersMissing("Nsight Compute (ncu) is not installed")
-    command = [ncu, "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
+    command = [ncu, "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(metrics)]
     command += [sys.executable, "-m", "depthlab.kernels.bench.one_launch", *launch_arguments(case, implementation)]
     try:
         done = subprocess.run([*command, "--pass", which], capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise CountersMissing(f"Nsight Compute took over {_TIMEOUT_S} s") from None
-    return parse(done.stdout + done.stderr)
+    return parse(done.stdout + done.stderr, metrics)
 
 
 def launch_arguments(case: Case, implementation: str) -> list[str]:
@@ -87,18 +102,38 @@ def summarize(launches: Sequence[Launch], case: Case, which: str) -> dict[str, f
     PASS_kernels; PASS_kernel_us.
     """
     unit = case.tokens * case.n_streams * case.width * DTYPES[case.dtype].itemsize
-    reads, writes = sum(x.read_bytes for x in launches), sum(x.write_bytes for x in launches)
+    reads, writes, time_ns = (sum(x.values[name] for x in launches) for name in BYTES)
     return {
         f"{which}_reads_nC": reads / unit,
         f"{which}_writes_nC": writes / unit,
         f"{which}_bytes_per_token": (reads + writes) / case.tokens,
         f"{which}_kernels": float(len(launches)),
-        f"{which}_kernel_us": sum(x.time_ns for x in launches) / 1e3,
+        f"{which}_kernel_us": time_ns / 1e3,
     }
+
+
+def warps(launches: Sequence[Launch], case: Case) -> dict[str, float]:
+    """What the warps of the fused kernels of `case` did; PASS is "forward" or "backward", by the kernel's name.
+
+    PASS_STATE for each of STATES: the share of its time that a warp spends so, together 1; PASS_resident: warps on a
+    scheduler; PASS_issued: instructions it issues a cycle, at most 1; PASS_instructions: of all warps, a token;
+    PASS_spilling: the share of them that moves spilled registers. Raises CountersMissing without such a kernel.
+    """
+    found = {}
+    for which, kernel in (("forward", "layer_fwd_kernel"), ("backward", "layer_bwd_kernel")):
+        seen = next((x.values for x in launches if x.kernel == kernel), None)
+        if seen is None:
+            raise CountersMissing(f"Nsight Compute saw no {kernel}")
+        states = {state: sum(seen[_STALLED.format(name)] for name in names) for state, names in STATES.items()}
+        found |= {f"{which}_{state}": value / sum(states.values()) for state, value in states.items()}
+        found[f"{which}_resident"], found[f"{which}_issued"] = seen[RESIDENT], seen[ISSUED]
+        found[f"{which}_instructions"] = seen[INSTRUCTIONS] / case.tokens
+        found[f"{which}_spilling"] = sum(seen[name] for name in SPILLS) / seen[INSTRUCTIONS]
+    return found
 
 
 def _number(value: str, unit: str) -> float:
     scale = _SCALE.get(unit.strip().lower())
     if scale is None:
-        raise CountersMissing(f"Nsight Compute gave the unit {unit!r}, which is neither bytes nor seconds")
+        raise CountersMissing(f"Nsight Compute gave the unit {unit!r}, which is none of bytes, seconds and counts")
     return float(value.replace(",", "")) * scale

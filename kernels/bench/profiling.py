@@ -5,6 +5,7 @@
                                        "start_us"
     counters/<case>/<implementation>   Nsight Compute: bytes that crossed the memory's pins (`counters.summarize`)
     model/<case>                       the same metrics as this project's byte model and the paper count them
+    warps/<case>/triton                Nsight Compute: what warps do with their time (`counters.warps`)
 
 Both passes are forward and backward; the sizes are such that the L2 cannot hide bytes from the counters.
 """
@@ -18,13 +19,15 @@ import torch
 
 from depthlab.kernels.bench import gate, needs
 from depthlab.kernels.bench.cases import Case
-from depthlab.kernels.bench.counters import CountersMissing, count, summarize
+from depthlab.kernels.bench.counters import STATES, WARPS, CountersMissing, count, summarize, warps
 from depthlab.kernels.bench.subjects import subject
 from depthlab.kernels.bench.traffic import paper_forward, traffic
 from depthlab.runs import Cell, Curve, Experiment, Result
 
 TRACED = Case("mix", "bf16", 32768, 4, 1024, "competitive")
 COUNTED = [Case("mix", "bf16", 131072, n, 1024, "competitive") for n in (4, 8)]
+_SHAPES = ((4, 1024), (4, 1280), (4, 2048), (8, 768), (8, 1024), (8, 1280), (8, 2048))
+WATCHED = [Case("mix", "bf16", 32768, *shape, "competitive") for shape in _SHAPES]
 _PASSES = ("forward", "backward")
 _LONGEST_NAME = 80
 _MOST_KERNELS = 200
@@ -42,6 +45,10 @@ def profile() -> Experiment:
             Cell(f"counters/{case.name}/{name}", {"case": asdict(case), "implementation": name, "counters": True})
             for name in names
         ]
+    cells += [
+        Cell(f"warps/{case.name}/triton", {"case": asdict(case), "implementation": "triton", "warps": True})
+        for case in WATCHED
+    ]
     return Experiment("kernels-mgr-profile", ("MGR-9",), {"device": "cuda", "normalize": True}, cells, run_cell)
 
 
@@ -54,6 +61,8 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
         needs.require()
     if cell.settings["implementation"] == "triton":
         gate.require(case, device)
+    if "warps" in cell.settings:
+        return [_watched(cell.name, case)]
     if "counters" in cell.settings:
         return [_counted(cell.name, case, cell.settings["implementation"])]
     kernels = trace(case, cell.settings["implementation"], device)
@@ -133,4 +142,13 @@ def _counted(variant: str, case: Case, implementation: str) -> Result:
         return Result(variant, 0, metrics)
     except CountersMissing as error:
         names = [name for which in _PASSES for name in summarize([], case, which)]
+        return Result(variant, 0, dict.fromkeys(names, math.nan), diverged=str(error))
+
+
+def _watched(variant: str, case: Case) -> Result:
+    try:
+        return Result(variant, 0, warps(count(case, "triton", "both", WARPS), case))
+    except CountersMissing as error:
+        kinds = (*STATES, "resident", "issued", "instructions", "spilling")
+        names = [f"{which}_{kind}" for which in _PASSES for kind in kinds]
         return Result(variant, 0, dict.fromkeys(names, math.nan), diverged=str(error))

@@ -31,7 +31,7 @@ ID = "kernels-mgr-tests"
 CHECKERS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"RACECHECK SUMMARY: (\d+) hazard"}
 LARGE = Case("mix", "bf16", 2**31 // (4 * 1024) + 4096, 4, 1024, "competitive")
 _SMALL = ["--op", "all", "--tokens", "37", "--streams", "3", "--width", "200"]
-_TIMEOUT_S = 420
+_TIMEOUT_S = 540
 _WORKERS = 12  # on each GPU: most of the time goes to compiling, and one keeps up to 11 GiB of the GPU's memory
 
 

@@ -7,7 +7,7 @@ import torch
 
 from depthlab.kernels.bench import counters, inverting, one_launch, profiling
 from depthlab.kernels.bench.cases import Case
-from depthlab.kernels.bench.counters import CountersMissing, Launch
+from depthlab.kernels.bench.counters import BYTES, READ, STATES, TIME, WARPS, WRITTEN, CountersMissing, Launch
 from depthlab.runs import Cell
 
 HEAD = (
@@ -40,14 +40,14 @@ OUTPUT = "\n".join(
 
 
 def test_counters_are_read_with_their_units_and_thousands() -> None:
-    first, second = counters.parse(OUTPUT)
-    assert first == Launch("layer_fwd_kernel", 80_000, 79_000, 1_312_500)
-    assert second == Launch("reduce<float, (int)4>(T1)", 10_000, 0, 500)
+    first, second = counters.parse(OUTPUT, BYTES)
+    assert first == Launch("layer_fwd_kernel", {READ: 80_000, WRITTEN: 79_000, TIME: 1_312_500})
+    assert second == Launch("reduce<float, (int)4>(T1)", {READ: 10_000, WRITTEN: 0, TIME: 500})
 
 
 def test_the_sum_over_launches_is_in_units_of_nC_and_a_token() -> None:
     case = Case("mix", "bf16", 1000, 4, 8, "competitive")  # n C = 64 bytes a token
-    found = counters.summarize(counters.parse(OUTPUT), case, "forward")
+    found = counters.summarize(counters.parse(OUTPUT, BYTES), case, "forward")
     assert found == {
         "forward_reads_nC": 90 / 64,
         "forward_writes_nC": 79 / 64,
@@ -68,7 +68,52 @@ def test_the_sum_over_launches_is_in_units_of_nC_and_a_token() -> None:
 )
 def test_missing_counters_are_named(text: str, says: str) -> None:
     with pytest.raises(CountersMissing, match=says):
-        counters.parse(text)
+        counters.parse(text, BYTES)
+
+
+def counted(kernel: str, **stalled: float) -> Launch:
+    """A launch at 1,000 tokens whose warps issue a quarter of the time and else wait as said."""
+    values = dict.fromkeys(WARPS, 0.0) | {counters.ISSUED: 0.5, counters.RESIDENT: 2.0, counters.INSTRUCTIONS: 8e6}
+    values |= {counters.SPILLS[0]: 1e6, counters.SPILLS[1]: 6e5}
+    for reason, ratio in {"selected": 1.0, **stalled}.items():
+        values[f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"] = ratio
+    return Launch(kernel, values)
+
+
+def test_a_warps_time_is_shared_out_among_its_states() -> None:
+    launches = [
+        counted("layer_fwd_kernel", long_scoreboard=3.0),
+        counted("layer_bwd_kernel", barrier=0.5, short_scoreboard=1.0, wait=1.0, not_selected=0.5),
+        counted("reduce_kernel", wait=9.0),
+    ]
+    found = counters.warps(launches, Case("mix", "bf16", 1000, 4, 8, "competitive"))
+    assert {state: found[f"forward_{state}"] for state in STATES} == {
+        "issuing": 0.25, "ready": 0, "memory": 0.75, "exchange": 0, "arithmetic": 0, "other": 0,
+    }  # fmt: skip
+    assert found["backward_exchange"] == 1.5 / 4 and found["backward_arithmetic"] == 0.25
+    assert found["backward_ready"] == 0.125
+    assert (found["forward_resident"], found["forward_issued"]) == (2, 0.5)
+    assert (found["forward_instructions"], found["forward_spilling"]) == (8000, 0.2)
+    with pytest.raises(CountersMissing, match="saw no layer_bwd_kernel"):
+        counters.warps(launches[:1], Case("mix", "bf16", 1000, 4, 8, "competitive"))
+
+
+def test_every_state_of_a_warp_is_asked_for_once() -> None:
+    asked = [name for name in WARPS if "_stalled_" in name]
+    assert len(asked) == len(set(asked)) == sum(map(len, STATES.values())) == 18
+
+
+def test_what_warps_do_is_a_row_with_the_same_metrics_when_it_could_not_be_counted(monkeypatch) -> None:
+    cell = next(c for c in profiling.profile().cells if c.name.startswith("warps/"))
+    launches = [counted(f"layer_{which}_kernel", wait=1.0) for which in ("fwd", "bwd")]
+    monkeypatch.setattr(profiling, "count", lambda case, name, which, metrics: launches)
+    monkeypatch.setattr(profiling.gate, "require", lambda *_: None)
+    (right,) = profiling.run_cell(cell, {"device": "cpu"})
+    monkeypatch.setattr(profiling, "count", counters.count)
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    (missing,) = profiling.run_cell(cell, {"device": "cpu"})
+    assert missing.metrics.keys() == right.metrics.keys() and right.metrics["backward_arithmetic"] == 0.5
+    assert missing.diverged == "Nsight Compute (ncu) is not installed" and not right.diverged
 
 
 def test_counters_run_one_launch_of_the_same_case(monkeypatch: pytest.MonkeyPatch) -> None:
