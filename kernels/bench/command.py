@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from depthlab.kernels.bench import gate, mgr, needs, profiling, suite
+from depthlab.kernels.bench import gate, mgr, needs, peers, profiling, suite
 from depthlab.kernels.bench.gate import GateFailed
 from depthlab.runs import Experiment, RunError, make
 
@@ -26,6 +26,9 @@ def run(parts: str, quick: bool, only: str, work_dir: Path, out_dir: Path) -> in
     if unknown or not chosen:
         raise ValueError(f"bench got the parts {parts!r}; give some of {', '.join(PARTS)}, comma-separated.")
     needs.require()
+    if "bench" in chosen and (lacking := peers.missing()):
+        absent = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed"
+        print(f"depthlab: {absent}; their rows stay empty. pip install 'depthlab[peers]' fills them.", file=sys.stderr)
     todo = [experiment(part, quick, only) for part in PARTS if part in chosen]
     return make_all(todo, work_dir, out_dir, torch.device("cuda"))
 

@@ -1,8 +1,8 @@
 """The benchmarks of the MGR kernels as records: `depthlab bench mgr`, or `depthlab runs make kernels-mgr-bench`.
 
 Variants are "<case>/<implementation>", for example "mix/competitive/bf16/T=32768,n=4,C=1024/triton", and "machine".
-Seeds are repetitions of the whole timing with fresh inputs. The metrics of a row are those of `measure.measure`; the
-fused kernels' row also has PASS_over_<other> = the other's time over theirs, from the same repetition.
+Seeds are repetitions of the whole timing with fresh inputs. The metrics of a row are those of `measure.measure`;
+`reading.rows` has the ratios.
 """
 
 from dataclasses import asdict
@@ -84,12 +84,10 @@ def run_cell(cell: Cell, config: dict[str, Any]) -> list[Result]:
     if "triton" in names:
         gate.require(case, device)
     copy_gbps = timing.copy_gbps(device, *_copy_size(device))
-    results = {name: _row(case, name, copy_gbps, device, config["samples"], seed) for name in names}
-    if "triton" in results:
-        results["triton"] = _with_ratios(results)
-    for result in results.values():
+    results = [_row(case, name, copy_gbps, device, config["samples"], seed) for name in names]
+    for result in results:
         _say(result)
-    return list(results.values())
+    return results
 
 
 def _row(case: Case, name: str, copy_gbps: float, device: torch.device, samples: int, seed: int) -> Result:
@@ -106,17 +104,6 @@ def _row(case: Case, name: str, copy_gbps: float, device: torch.device, samples:
         why = f"{name} failed here ({type(error).__name__})"
         print(f"{_name(case, [name])}: {error}", flush=True)
     return Result(_name(case, [name]), seed, dict.fromkeys(metric_names(device), float("nan")), diverged=why)
-
-
-def _with_ratios(results: dict[str, Result]) -> Result:
-    ours = results["triton"]
-    ratios = {
-        f"{which}_over_{name}": other.metrics[f"{which}_ms"] / ours.metrics[f"{which}_ms"]
-        for name, other in results.items()
-        if name != "triton" and not other.diverged
-        for which in PASSES
-    }
-    return Result(ours.variant, ours.seed, {**ours.metrics, **ratios}, diverged=ours.diverged)
 
 
 def _machine(device: torch.device) -> dict[str, float]:

@@ -7,6 +7,7 @@ liger-attnres   Liger-Kernel's AttnRes read (arXiv 2603.15031) over n sources: `
 fla-attnres     flash-linear-attention's AttnRes read with its fused output norm.
 """
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -15,9 +16,16 @@ from torch import Tensor
 from depthlab.kernels.bench import cases
 from depthlab.kernels.bench.cases import EPS, Case, Subject
 
+_MODULES = {"liger-kernel": "liger_kernel", "fla-core": "fla"}
+
 
 class PeerMissing(RuntimeError):
     """An optional peer is not installed."""
+
+
+def missing() -> list[str]:
+    """The packages of peers that are not installed here."""
+    return [package for package, module in _MODULES.items() if importlib.util.find_spec(module) is None]
 
 
 def liger_mhc(case: Case) -> Subject:

@@ -1,11 +1,12 @@
 """The benchmark's records as tables: one row a variant, one row a kernel."""
 
 import re
-import statistics
 
+import numpy as np
 import pandas as pd
 
 from depthlab.kernels.bench.cases import Case
+from depthlab.kernels.bench.traffic import PASSES
 from depthlab.runs import Record
 
 _SHAPE = re.compile(r"T=(\d+),n=(\d+),C=(\d+)")
@@ -25,7 +26,8 @@ def parse_variant(variant: str) -> tuple[Case, str] | None:
 def rows(record: Record) -> pd.DataFrame:
     """One row a measured variant: op, gate, dtype, tokens, n_streams, width, implementation, and every metric.
 
-    A metric is the median over the record's repetitions; NaN where the row could not be measured (`why` says why).
+    A metric is the median over the record's repetitions; NaN where the row could not be measured (`why` says why). The
+    fused kernels' rows also have PASS_over_<other>: the other's time over theirs at the same case, by repetition.
     """
     out = []
     for variant, metrics in record.metrics.items():
@@ -33,10 +35,23 @@ def rows(record: Record) -> pd.DataFrame:
         if parsed is None:
             continue
         case, implementation = parsed
-        values = {name: statistics.median(record.values(f"{variant}.{name}")) for name in metrics}
+        values = {name: float(np.median(record.values(f"{variant}.{name}"))) for name in metrics}
+        if implementation == "triton":
+            values |= _ratios(record, variant)
         why = "; ".join(dict.fromkeys(record.diverged.get(variant, {}).values()))
         out.append({**vars(case), "implementation": implementation, **values, "why": why})
     return pd.DataFrame(out)
+
+
+def _ratios(record: Record, fused: str) -> dict[str, float]:
+    case = fused.removesuffix("triton")
+    found = {}
+    for other in record.metrics:
+        if other.startswith(case) and other != fused:
+            for which in PASSES:
+                times = (np.asarray(record.values(f"{variant}.{which}_ms")) for variant in (other, fused))
+                found[f"{which}_over_{other.removeprefix(case)}"] = float(np.median(np.divide(*times)))
+    return found
 
 
 def kernels(record: Record, variant: str) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import torch
 from depthlab import runs
 from depthlab.cli import main
 from depthlab.kernels.bench import cases, command, gate, inverting, live, mgr, needs, peers, reading
-from depthlab.kernels.bench.cases import COMPARED, STREAMS, TOKENS, WIDER, WIDTHS, Case, quick_table, table
+from depthlab.kernels.bench.cases import COMPARED, STREAMS, TOKENS, WIDTHS, Case, quick_table, table
 from depthlab.kernels.bench.subjects import subject
 from depthlab.runs import RunError
 
@@ -25,7 +25,7 @@ PASSES = ("forward", "backward", "both")
 def test_the_table_covers_every_shape_and_compiles_at_six() -> None:
     cases = [case for case, _ in table()]
     main_rows = {(c.tokens, c.n_streams, c.width) for c in cases if (c.op, c.gate, c.dtype) == MAIN}
-    assert main_rows == {(t, n, c) for t in TOKENS for n in STREAMS for c in WIDTHS} | set(WIDER)
+    assert main_rows == {(t, n, c) for t in TOKENS for n in STREAMS for c in WIDTHS}
     counted = Counter(name for _, names in table() for name in names)
     assert counted["compile"] == len(COMPARED) == 6
     assert counted["triton"] == len(cases)
@@ -85,15 +85,18 @@ def small(implementations: list[str], repetitions: int = 2, **changes: object) -
     return mgr.experiment("kernels-mgr-trial", [(case, implementations)], "cpu", repetitions)
 
 
-def test_a_run_gives_each_implementations_row_and_the_ratio_of_the_same_repetition(tmp_path: Path, pretend) -> None:
+def test_a_run_gives_each_implementations_row_and_reading_it_the_ratio_a_repetition(tmp_path: Path, pretend) -> None:
     pretend()
     record = runs.make(small(["eager", "triton"]), tmp_path / "work", tmp_path)
     ours, theirs = (f"mix/competitive/bf16/T=16,n=3,C=20/{name}" for name in ("triton", "eager"))
     assert set(record.metrics) == {"machine", ours, theirs}
     assert all(v > 0 for v in record.values("machine.copy_gbps") + record.values("machine.float32_tflops"))
+    table = reading.rows(record).set_index("implementation")
     for which in PASSES:
         a, b = (record.values(f"{v}.{which}_ms") for v in (theirs, ours))
-        assert record.values(f"{ours}.{which}_over_eager") == [x / y for x, y in zip(a, b, strict=True)]
+        ratios = [x / y for x, y in zip(a, b, strict=True)]
+        assert table[f"{which}_over_eager"]["triton"] == sum(ratios) / 2  # the median of two
+        assert math.isnan(table[f"{which}_over_eager"]["eager"])
 
 
 @pytest.mark.parametrize(("op", "peer"), [("mix", "liger-mhc"), ("pool", "liger-attnres"), ("pool", "fla-attnres")])
@@ -107,6 +110,24 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_so(
     assert "is not installed" in record.diverged[variant]["0"]
     assert all(math.isnan(v) for v in record.values(f"{variant}.both_ms"))
     assert reading.rows(record).why.iloc[0].endswith("is not installed")
+
+
+def test_a_peer_that_fails_once_has_no_ratio_and_costs_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend
+) -> None:
+    pretend()
+    calls = iter(range(2))
+
+    def fails_at_first(case: Case) -> cases.Subject:
+        if next(calls) == 0:
+            raise AttributeError("no such kernel")
+        return cases.Subject(lambda g: cases.inputs(case, g), cases.public_step(case, "torch"), 2)
+
+    monkeypatch.setitem(peers.PEERS, "liger-mhc", fails_at_first)
+    record = runs.make(small(["eager", "triton", "liger-mhc"]), tmp_path / "w", tmp_path)
+    table = reading.rows(record).set_index("implementation")
+    assert math.isnan(table["both_over_liger-mhc"]["triton"]) and math.isnan(table.both_ms["liger-mhc"])
+    assert table.both_over_eager["triton"] > 0 and table.why["liger-mhc"] == "liger-mhc failed here (AttributeError)"
 
 
 def test_a_peer_that_fails_is_a_row_and_our_failure_an_error(
@@ -218,6 +239,21 @@ def test_without_triton_that_is_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     assert needs.missing().startswith("The benchmark needs triton; run it on a machine")
     with pytest.raises(needs.BenchUnavailable):
         live.measure_here()
+
+
+@pytest.mark.parametrize(
+    ("absent", "says"),
+    [({"fla"}, "fla-core is not"), ({"fla", "liger_kernel"}, "liger-kernel and fla-core are not"), (set(), "")],
+)
+def test_absent_peers_are_named_before_the_benchmark(absent, says, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name in absent else object())
+    monkeypatch.setattr(needs, "require", lambda: None)
+    monkeypatch.setattr(command, "make_all", lambda *_: 0)
+    for part in ("bench", "tests"):
+        assert command.run(part, part == "bench", "", tmp_path, tmp_path) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(says) and says in said
+    assert ("pip install 'depthlab[peers]'" in said) == bool(says)
 
 
 def test_make_bench_runs_the_command() -> None:
