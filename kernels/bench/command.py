@@ -26,10 +26,11 @@ def run(parts: str, quick: bool, only: str, work_dir: Path, out_dir: Path) -> in
     if unknown or not chosen:
         raise ValueError(f"bench got the parts {parts!r}; give some of {', '.join(PARTS)}, comma-separated.")
     needs.require()
-    if "bench" in chosen and (lacking := peers.missing()):
+    todo = [experiment(part, quick, only) for part in PARTS if part in chosen]
+    timed = [name for made in todo for cell in made.cells for name in cell.settings.get("implementations", [])]
+    if lacking := peers.missing(timed):
         absent = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed"
         print(f"depthlab: {absent}; their rows stay empty. pip install 'depthlab[peers]' fills them.", file=sys.stderr)
-    todo = [experiment(part, quick, only) for part in PARTS if part in chosen]
     return make_all(todo, work_dir, out_dir, torch.device("cuda"))
 
 

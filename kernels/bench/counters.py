@@ -7,6 +7,7 @@ What warps do with their time: issue an instruction, or wait, and for what.
 """
 
 import csv
+import math
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def parse(text: str, metrics: Sequence[str]) -> list[Launch]:
     Raises CountersMissing when there is no table, a launch lacks a metric, or a unit is unknown.
     """
     lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"') and '"Metric Name"' in line), None)
     if start is None:
         said = next((line for line in lines if "ERR" in line or "==WARN" in line), "no table in its output")
         raise CountersMissing(f"Nsight Compute gave no counters ({said.strip('= ')})")
@@ -66,7 +67,9 @@ def parse(text: str, metrics: Sequence[str]) -> list[Launch]:
     for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
         launch = found.setdefault(row["ID"], Launch(row["Kernel Name"], {}))
         if row["Metric Name"] in metrics:
-            launch.values[row["Metric Name"]] = _number(row["Metric Value"], row["Metric Unit"])
+            launch.values[row["Metric Name"]] = _number(row["Metric Name"], row["Metric Value"], row["Metric Unit"])
+    if not found:
+        raise CountersMissing("Nsight Compute saw no launch")
     for identity, launch in found.items():
         lacking = [name for name in metrics if name not in launch.values]
         if lacking:
@@ -85,7 +88,10 @@ def count(case: Case, implementation: str, which: str, metrics: Sequence[str] = 
         done = subprocess.run([*command, "--pass", which], capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise CountersMissing(f"Nsight Compute took over {_TIMEOUT_S} s") from None
-    return parse(done.stdout + done.stderr, metrics)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise CountersMissing(f"Nsight Compute ended with code {done.returncode} ({said.strip('= ')[:120]})")
+    return parse(f"{done.stdout}\n{done.stderr}", metrics)
 
 
 def launch_arguments(case: Case, implementation: str) -> list[str]:
@@ -124,6 +130,8 @@ def warps(launches: Sequence[Launch], case: Case) -> dict[str, float]:
         seen = next((x.values for x in launches if x.kernel == kernel), None)
         if seen is None:
             raise CountersMissing(f"Nsight Compute saw no {kernel}")
+        if seen[INSTRUCTIONS] == 0 or seen[ISSUED] == 0:
+            raise CountersMissing(f"Nsight Compute counted nothing in {kernel}")
         states = {state: sum(seen[_STALLED.format(name)] for name in names) for state, names in STATES.items()}
         found |= {f"{which}_{state}": value / sum(states.values()) for state, value in states.items()}
         found[f"{which}_resident"], found[f"{which}_issued"] = seen[RESIDENT], seen[ISSUED]
@@ -132,8 +140,14 @@ def warps(launches: Sequence[Launch], case: Case) -> dict[str, float]:
     return found
 
 
-def _number(value: str, unit: str) -> float:
+def _number(name: str, value: str, unit: str) -> float:
     scale = _SCALE.get(unit.strip().lower())
     if scale is None:
         raise CountersMissing(f"Nsight Compute gave the unit {unit!r}, which is none of bytes, seconds and counts")
-    return float(value.replace(",", "")) * scale
+    try:
+        number = float(value.replace(",", ""))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise CountersMissing(f"Nsight Compute gave {value!r} for {name}, which is no number")
+    return number * scale

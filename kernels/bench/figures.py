@@ -64,7 +64,7 @@ def speedups(ax: Axes, record: Record, which: str = "forward") -> dict[str, BarC
     """How many times faster the fused kernels are than each other implementation, at every shape that has it."""
     measured = _mixing(rows(record))
     ours = measured[measured.implementation == "triton"].sort_values(["tokens", "n_streams", "width"])
-    others = [name for name in COLORS if f"{which}_over_{name}" in ours]
+    others = [name for name in COLORS if f"{which}_over_{name}" in ours and ours[f"{which}_over_{name}"].notna().any()]
     ours = ours.dropna(subset=[f"{which}_over_{name}" for name in others], how="all")
     places, height = np.arange(len(ours)), 0.8 / max(len(others), 1)
     drawn = {}

@@ -8,7 +8,7 @@ fla-attnres     flash-linear-attention's AttnRes read with its fused output norm
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,16 +16,17 @@ from torch import Tensor
 from depthlab.kernels.bench import cases
 from depthlab.kernels.bench.cases import EPS, Case, Subject
 
-_MODULES = {"liger-kernel": "liger_kernel", "fla-core": "fla"}
+_MODULES = {"liger": ("liger-kernel", "liger_kernel"), "fla": ("fla-core", "fla")}  # by a peer's first word
 
 
 class PeerMissing(RuntimeError):
     """An optional peer is not installed."""
 
 
-def missing() -> list[str]:
-    """The packages of peers that are not installed here."""
-    return [package for package, module in _MODULES.items() if importlib.util.find_spec(module) is None]
+def missing(implementations: Iterable[str]) -> list[str]:
+    """The packages of those peers among `implementations` that are not installed here."""
+    asked = dict.fromkeys(_MODULES[name.split("-")[0]] for name in implementations if name in PEERS)
+    return [package for package, module in asked if importlib.util.find_spec(module) is None]
 
 
 def liger_mhc(case: Case) -> Subject:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from depthlab.kernels.bench.cases import Case
-from depthlab.kernels.bench.traffic import PASSES
+from depthlab.kernels.bench.traffic import OPS, PASSES
 from depthlab.runs import Record
 
 _SHAPE = re.compile(r"T=(\d+),n=(\d+),C=(\d+)")
@@ -15,7 +15,7 @@ _SHAPE = re.compile(r"T=(\d+),n=(\d+),C=(\d+)")
 def parse_variant(variant: str) -> tuple[Case, str] | None:
     """The case and implementation of "<case>/<implementation>"; None for other variants ("machine", ...)."""
     *parts, implementation = variant.split("/")
-    found = _SHAPE.fullmatch(parts[-1]) if len(parts) in (3, 4) else None
+    found = _SHAPE.fullmatch(parts[-1]) if len(parts) in (3, 4) and parts[0] in OPS else None
     if found is None:
         return None
     tokens, n_streams, width = map(int, found.groups())

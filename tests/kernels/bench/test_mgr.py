@@ -47,6 +47,7 @@ def test_names_are_those_of_the_record_and_read_back() -> None:
             assert reading.parse_variant(f"{case.name}/{name}") == (case, name)
     assert reading.parse_variant("machine") is None
     assert reading.parse_variant("counters/mix/competitive/bf16/T=1,n=4,C=8/eager") is None
+    assert reading.parse_variant("counters/pool/bf16/T=1,n=4,C=8/eager") is None
 
 
 def test_the_record_repeats_the_whole_table_three_times() -> None:
@@ -249,8 +250,9 @@ def test_absent_peers_are_named_before_the_benchmark(absent, says, monkeypatch, 
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name in absent else object())
     monkeypatch.setattr(needs, "require", lambda: None)
     monkeypatch.setattr(command, "make_all", lambda *_: 0)
-    for part in ("bench", "tests"):
-        assert command.run(part, part == "bench", "", tmp_path, tmp_path) == 0
+    asked = [("bench", False, ""), ("bench", True, ""), ("bench", False, "/triton"), ("tests", False, "")]
+    for parts, quick, only in asked:  # only the first times a peer
+        assert command.run(parts, quick, only, tmp_path, tmp_path) == 0
     said = capsys.readouterr().err
     assert said.count("\n") == bool(says) and says in said
     assert ("pip install 'depthlab[peers]'" in said) == bool(says)

@@ -64,6 +64,10 @@ def test_the_sum_over_launches_is_in_units_of_nC_and_a_token() -> None:
         ("==ERROR== ERR_NVGPUCTRPERM - no permission", "ERR_NVGPUCTRPERM - no permission"),
         ("\n".join(OUTPUT.splitlines()[:-1]), "gave no gpu__time_duration.sum for launch 1"),
         (OUTPUT.replace("Kbyte", "sector"), "gave the unit 'sector'"),
+        (OUTPUT.replace('"80"', '"n/a"'), "gave 'n/a' for dram__bytes_read.sum, which is no number"),
+        (OUTPUT.replace('"80"', '"nan"'), "gave 'nan' for dram__bytes_read.sum"),
+        (HEAD, "saw no launch"),
+        ('"ID", said the program', "no table in its output"),
     ],
 )
 def test_missing_counters_are_named(text: str, says: str) -> None:
@@ -94,6 +98,10 @@ def test_a_warps_time_is_shared_out_among_its_states() -> None:
     assert found["backward_ready"] == 0.125
     assert (found["forward_resident"], found["forward_issued"]) == (2, 0.5)
     assert (found["forward_instructions"], found["forward_spilling"]) == (8000, 0.2)
+    launches[0].values[counters.ISSUED] = 0.0
+    with pytest.raises(CountersMissing, match="counted nothing in layer_fwd_kernel"):
+        counters.warps(launches, Case("mix", "bf16", 1000, 4, 8, "competitive"))
+    launches[0].values[counters.ISSUED] = 0.5
     with pytest.raises(CountersMissing, match="saw no layer_bwd_kernel"):
         counters.warps(launches[:1], Case("mix", "bf16", 1000, 4, 8, "competitive"))
 
@@ -121,12 +129,14 @@ def test_counters_run_one_launch_of_the_same_case(monkeypatch: pytest.MonkeyPatc
 
     def run(command: list[str], **_: object):
         commands.append(command)
-        return type("Done", (), {"stdout": OUTPUT, "stderr": ""})
+        return type("Done", (), {"stdout": OUTPUT, "stderr": "==ERROR== it failed", "returncode": len(commands) - 1})
 
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     monkeypatch.setattr(counters.subprocess, "run", run)
     assert len(counters.count(case, "triton", "backward")) == 2
     (command,) = commands
+    with pytest.raises(CountersMissing, match="ended with code 1 .ERROR== it failed"):
+        counters.count(case, "triton", "backward")
     assert command[0] == "ncu" and "dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum" in command
     assert command[command.index("--clock-control") + 1] == "none"
     launched = []
