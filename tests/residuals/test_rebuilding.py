@@ -4,6 +4,9 @@ import copy
 import gc
 import io
 import os
+import runpy
+import subprocess
+import sys
 import weakref
 from contextlib import nullcontext
 
@@ -552,6 +555,47 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.residual(x, self.layers)
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from depthlab.residuals import Recompute, build
+
+def gradients(recompute, rank, wrap=lambda model: model):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(9))
+    model.residual = build("mgr-independent", 8, 9, n_streams=2, recompute=recompute)
+    model.forward = lambda x: model.residual(x, model.layers)
+    model.double()
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    wrapped = wrap(model)  # which has to live until the backward pass
+    wrapped(x).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+if __name__ == "__main__":
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.save(gradients(Recompute(anchor_every=4), rank, nn.parallel.DistributedDataParallel), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+"""
+
+
+def test_two_processes_end_with_the_mean_of_their_gradients(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK, encoding="utf-8")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path)], env=environment) for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    alone = runpy.run_path(str(script))["gradients"]
+    both = [alone(None, rank) for rank in range(2)]
+    expected = [(a + b) / 2 for a, b in zip(*both, strict=True)]
+    assert max(float((a - m).norm() / m.norm()) for a, m in zip(both[0], expected, strict=True)) > 0.1
+    for rank in range(2):
+        close(torch.load(tmp_path / f"{rank}.pt"), expected, 1e-5)
 
 
 @pytest.mark.parametrize("bare", [True, False])

@@ -98,7 +98,7 @@ def test_a_bound_without_the_growth_would_be_beaten(gate):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["closed", "open", "adversary"])
-def test_the_prediction_is_near_the_error_and_seldom_below_it(gate, case, dtype):
+def test_the_prediction_is_above_the_error_and_within_a_factor_of_40(gate, case, dtype):
     """Rounding a rebuilt stream often restores it exactly, which the model leaves out: it may say up to 40 times more.
 
     Where a stream fades away on its way up, it says more still: it takes the stream at its smallest.
@@ -124,12 +124,12 @@ def test_auto_keeps_the_error_under_its_tolerance_with_no_more_anchors_than_need
     report = residual.recompute_report()
     assert limit == (tolerance or (1e-4 if dtype == torch.float32 else 2e-2))
     assert measured(state, true)[1] <= limit and report.predicted <= limit
-    plain = opened(gate, NOWHERE, logit)
-    run(plain, dtype)
-    if plain.recompute_report().predicted > limit:
-        assert len(report.anchors) > len(plain.recompute_report().anchors)
-    else:
-        assert report.anchors == plain.recompute_report().anchors
+    for other in (NOWHERE, *(Recompute(anchor_every=k) for k in (2, 3, 4, 6, 8, 12))):
+        residual = opened(gate, other, logit)
+        run(residual, dtype)
+        evenly = residual.recompute_report()
+        if evenly.predicted <= limit:  # then it would do, and as many are enough
+            assert len(report.anchors) <= len(evenly.anchors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from depthlab.kernels import mgr
+from depthlab.kernels.mgr import ops
 
 GATES = ("independent", "competitive")
 SHAPES = [(1, 1), (1, 33), (2, 5), (3, 100), (4, 257), (5, 33), (8, 12), (11, 5), (15, 33), (16, 7)]
@@ -52,6 +53,21 @@ def check_at_rebuilt(fused, truth, gate, inputs, above, normalize) -> None:
 @pytest.mark.parametrize(("n", "width"), SHAPES)
 def test_float32(fused, gate, normalize, n, width):
     check(fused, gate, fused.draw(gate, 5 if width == 1 else None, n, width), normalize=normalize)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_streams_are_rebuilt_in_the_one_kernel_that_makes_the_gradients(fused, gate, kept, monkeypatch):
+    launch, seen = ops._launch, []
+
+    def watched(kernel, how, shares, pooled, n, kind, normalize, arguments, flags):
+        seen.append((kernel.fn.__name__, flags.get("INVERT", False), flags.get("EXACT", False)))
+        return launch(kernel, how, shares, pooled, n, kind, normalize, arguments, flags)
+
+    monkeypatch.setattr(ops, "_launch", watched)
+    fused.invert(gate, fused.draw(gate, 3, 2, 12), above=KEPT[kept])
+    up, down = seen
+    assert up == ("layer_fwd_kernel", False, False)
+    assert down == ("layer_bwd_kernel", True, KEPT[kept] is not None)
 
 
 @pytest.mark.parametrize("kept", KEPT)
