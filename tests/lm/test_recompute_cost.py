@@ -6,7 +6,7 @@ import torch
 from depthlab.lm import recompute_cost, recompute_parity
 from depthlab.lm.gpt import GPT, GPTConfig
 from depthlab.residuals import Recompute
-from depthlab.runs import Cell
+from depthlab.runs import Cell, load
 
 SMALL = {"n_layers": 4, "d_model": 32, "seq_len": 16}
 CELL = Cell("c", {"preset": "toy", "n_streams": 4, "batch_size": 2, "compiled": False})
@@ -105,3 +105,13 @@ def test_a_long_curve_is_thinned(monkeypatch):
     config |= {"changes": {"n_layers": 2, "d_model": 8, "seq_len": 4}, "warm_up": 0, "validation_tokens": 20}
     result = parity.train_once("mgr-competitive", "torch", 0, config)
     assert result.curves["loss"].x == [0, 3, 6, 9]
+
+
+def test_rebuilding_changes_the_loss_by_less_than_three_seeds_span():
+    """What the README and notebook 23 say."""
+    record = load(recompute_parity.ID)
+    for gate in ("mgr-independent", "mgr-competitive"):
+        stored, rebuilt = (record.values(f"{gate}/{way}.validation_loss") for way in recompute_parity.WAYS)
+        assert max(abs(a - b) for a, b in zip(stored, rebuilt, strict=True)) < max(stored) - min(stored)
+        firsts = [record.values(f"{gate}/{way}.first_loss") for way in recompute_parity.WAYS]
+        assert len(stored) == 3 and firsts[0] == firsts[1]
