@@ -1,6 +1,6 @@
 """How the fused kernels are launched: chosen by sweeps on an H200 in bfloat16 at 32,768 tokens.
 
-`depthlab bench mgr` measures what the choices give.
+`depthlab bench mgr` measures what the choices give at its widths; the launches of others rest on one sweep.
 
 What decides is how much of a tile one lane holds. Forward, 128 elements and three pipeline stages are best: few warps
 mean few exchanges between them, and there is little a token needs beside its streams. Backward, a lane can hold 64: the

@@ -63,7 +63,7 @@ def test_gradients_are_those_of_stored_streams_in_torch(gate, shake, network):
 
 
 def train(residual, layers, way):
-    """The gradients of all parameters, from one forward pass in one of the ways that training goes."""
+    """Leave gradients on all parameters, by one forward pass in one of the ways that training goes."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5)).to(HERE)
     if way == "checkpointed, with dropout":
         dropped = [nn.Sequential(layer, nn.Dropout(0.3)) for layer in layers]
